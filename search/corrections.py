@@ -65,14 +65,12 @@ class Observation:
 
     @property
     def speed_error(self) -> float | None:
-        """log(measured/predicted) of tokens/s."""
         if not self.measured_tokens_per_s or not self.formula.tokens_per_s:
             return None
         return log(self.measured_tokens_per_s / self.formula.tokens_per_s)
 
     @property
     def memory_error(self) -> float:
-        """log(measured/predicted) of the device peak."""
         return log(self.measured_peak_device_bytes / self.formula.peak_device_bytes)
 
 
@@ -97,7 +95,6 @@ def place_of(gpu: str, cluster: Cluster | None) -> str:
 def observations_of(
     candidates: Sequence[Candidate], *, gpu: str, model: str, formula_version: str, measured_at: str = ""
 ) -> tuple[Observation, ...]:
-    """One observation for every candidate that a probe measured."""
     return tuple(
         Observation(
             gpu=gpu,

@@ -134,7 +134,6 @@ class Problem:
 
 
 def with_evidence(candidate: Candidate, evidence: Evidence | None) -> Candidate:
-    """The candidate with what a level answered in its place."""
     if evidence is None:
         return candidate
     if isinstance(evidence, Prediction):

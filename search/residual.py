@@ -98,7 +98,6 @@ def encode(setups: Sequence[TrainSetup], groups: Sequence[int] | None = None) ->
 
 
 def _combinations(setups: Sequence[TrainSetup], names: Sequence[str]) -> NDArray[np.int32]:
-    """[setups] number of each setup's combination of some fields."""
     index: dict[tuple[object, ...], int] = {}
     numbers = (index.setdefault(tuple(value_of(setup, name) for name in names), len(index)) for setup in setups)
     return np.fromiter(numbers, dtype=np.int32, count=len(setups))
@@ -139,7 +138,6 @@ class ErrorKernel:
         return self._between(rows[:, None], rows)
 
     def _between(self, first: Any, second: Any) -> Floats:
-        """Covariance of setups with setups, by their numbers, which broadcast."""
         code = self._encoding
         shared = self._bias + np.einsum("...k,...k->...", self._shares[first], self._shares[second])
         effects: Any = 0.0
@@ -328,7 +326,6 @@ class Residual:
         self._add(row, float(self.mean[row]), noise_sd**2, counted=False)
 
     def covariance(self, rows: Rows) -> Floats:
-        """Joint posterior covariance of the errors of some setups."""
         roots = self._roots[:, rows]
         block = self._kernel.block(rows) - np.einsum("ki,kj->ij", roots, roots)
         result: Floats = block * self.scale

@@ -299,7 +299,6 @@ class _Worker:
         return [r for r in self._mine(study) if r.state in (TrialState.RUNNING, TrialState.WAITING)]
 
     def _mine(self, study: Study) -> list[TrialRecord]:
-        """Trials of this search's candidates: another search of the same study counts its own."""
         return [record for record in study.records() if key_of(record.setup) in self._problem.index]
 
     def next(self, study: Study) -> tuple[int, TrainSetup] | str | None:
@@ -356,7 +355,6 @@ class _Worker:
         study.tell(number, evidence, duration_s=time.monotonic() - started)
 
     def result(self, study: Study) -> SearchResult:
-        """The answer from all that is known, other workers' results and earlier calls' included."""
         self.catch_up(study)
         study.exclude(self._excluded)
         problem, trials = self._problem, study.records()

@@ -99,7 +99,6 @@ class FailureAttribution:
         return chance
 
     def _weights(self, failed_trial: FailedTrial) -> tuple[Floats, Floats]:
-        """Blame of the incident's values and pairs of values, after what good runs cleared."""
         levels = self._encoding.levels
         cleared = np.zeros(len(self._single), dtype=bool)
         cleared_pair = np.zeros_like(self._pair, dtype=bool)
@@ -235,7 +234,6 @@ class Posterior:
         self.open &= ~worse
 
     def score_moments(self) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of every candidate's score."""
         if self.problem.objective == "memory":
             return -(self.log_memory + self.memory.mean[: self.num]), np.sqrt(self.memory.variance[: self.num])
         offset = self.log_gpus if self.problem.objective == "cost" else 0.0
@@ -298,7 +296,6 @@ def fantasize_running(posterior: Posterior, running: Sequence[int]) -> Posterior
 
 
 def acquisition(posterior: Posterior, open_: NDArray[np.bool_]) -> Floats:
-    """Utility of probing each candidate; -1 for those that are not open."""
     mean, sd = posterior.score_moments()
     chance = np.maximum(posterior.probability_fits() * posterior.probability_runs(), MIN_PROBABILITY)
     if posterior.best_score == -np.inf:

@@ -71,7 +71,6 @@ def close_storage(storage: BaseStorage) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What a person needs of a driver's message."""
     lines = str(error.__cause__ or error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 

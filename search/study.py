@@ -147,7 +147,6 @@ def params_of(setup: TrainSetup, names: Sequence[str] = NAMES) -> dict[str, Any]
 
 
 def predicted_values(candidate: Candidate) -> dict[str, Any]:
-    """The formula's figures as attributes of a trial."""
     return {f"predicted_{name}": getattr(candidate.formula, name) for name in ("tokens_per_s", "peak_device_bytes")}
 
 
@@ -182,7 +181,6 @@ def objective_value(
 
 
 def describe_problem(problem: Problem, excluded: int) -> dict[str, Any]:
-    """What the study is about, as JSON values."""
     num_gpus = max(candidate.setup.num_gpus for candidate in problem.candidates)
     return {
         "subject": problem.subject,
@@ -252,7 +250,6 @@ class Study:
         return result
 
     def answered(self) -> list[TrialRecord]:
-        """Finished trials with evidence, in the order in which they finished."""
         done = [record for record in self.records() if record.evidence is not None and record.state.is_finished()]
         return sorted(done, key=lambda record: (record.completed_at_s, record.number))
 
@@ -328,7 +325,6 @@ class Study:
         return (pending or record.probed) and key_of(record.setup) in self._problem.index
 
     def _fail(self, trial: FrozenTrial) -> bool:
-        """Takes a trial out of the search; False when somebody else had finished it."""
         try:
             return self._storage.set_trial_state_values(trial._trial_id, state=TrialState.FAIL)
         except UpdateFinishedTrialError:

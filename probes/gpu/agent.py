@@ -26,7 +26,6 @@ HOST = "127.0.0.1"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one job; 0 when every rank ended well."""
     at = list(argv).index("--")
     errand = begin(argv[:at], __doc__)
     request = errand.request

@@ -148,7 +148,6 @@ def device_settings(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The processor's model name, as Linux reports it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as handle:
             for line in handle:

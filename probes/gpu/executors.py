@@ -95,7 +95,6 @@ class DevicePool:
             self._changed.notify_all()
 
     def name(self, places: Sequence[int]) -> str:
-        """The first device of a job."""
         return self._devices[places[0]]
 
     def _neighbours(self, num: int) -> list[tuple[int, ...]]:
@@ -172,7 +171,6 @@ def run_request_text(text: str, argv: Sequence[str] | None = None) -> str:
 
 
 def environment_text(device: str, gpu_key: str | None) -> str:
-    """The node's environment as JSON."""
     return json.dumps(to_jsonable(read_environment(device, gpu_key)))
 
 

@@ -95,7 +95,6 @@ class OutOfMemoryWhileBuilding(RuntimeError):
 
 
 def exception_chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and its explicit causes."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -105,7 +104,6 @@ def exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def device_is_full() -> bool:
-    """Whether this process has used a GPU of which nearly nothing is free."""
     torch = sys.modules.get("torch")
     try:
         return bool(torch and torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < FULL_BYTES)
@@ -165,7 +163,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and first meaningful line of an exception."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

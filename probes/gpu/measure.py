@@ -20,16 +20,14 @@ from planner.core.units import MIB, gib, percent
 from planner.planning.evidence.bands import NO_SHARE, trainer_share
 from planner.setup.outcome import Measurement
 from probes.gpu.child import StatusPipe, limit_cpu_memory
-from probes.gpu.depth import Depths, choose_depths
+from probes.gpu.depth import Depths, choose_depths, growth_asked_for
 from probes.gpu.device import DeviceLease, clean_lease, lease_device
 from probes.gpu.environment import read_environment
 from probes.gpu.failures import MachineFault, UnsupportedProbe
-from probes.gpu.kernels import attention_backend
-from probes.gpu.meters import copy_bandwidth
+from probes.gpu.meters import attention_backend, copy_bandwidth
 from probes.gpu.process_group import process_group_of
 from probes.gpu.ranks import RankInfo, rank_info_of
 from probes.gpu.request import ProbeRequest
-from probes.gpu.reserved import growth_asked_for
 from probes.gpu.run import DepthRunner, attention_name
 from probes.gpu.timing import DepthRun, extend, miss_fraction
 from probes.gpu.topology import topology
@@ -209,7 +207,6 @@ def _one_depth(depths: Depths, runner: DepthRunner) -> _Readings:
 
 
 def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _Readings:
-    """Two depths timed and extended; the memory of all layers where it was asked for and fits."""
     assert depths.short is not None
     assert depths.long is not None
     short, long = runner.run(depths.short, timed=True), runner.run(depths.long, timed=True)
@@ -250,7 +247,6 @@ def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _
 
 
 def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, ...], readings: _Readings) -> None:
-    """What a person must know about this step and this device."""
     setup, notes = request.setup, readings.notes
     if setup.accumulation_steps > request.limits.max_accumulation:
         notes.append(PARAMETER_STEPS_NOTE)
@@ -276,7 +272,6 @@ def _step_notes(request: ProbeRequest, runner: DepthRunner, kernels: tuple[str, 
 
 
 def _device_notes(request: ProbeRequest, lease: DeviceLease, readings: _Readings) -> None:
-    """What a person must know about this GPU and this loss."""
     setup, flags, notes = request.setup, readings.flags, readings.notes
     if lease.shared_bytes:
         flags.add("device-shared")

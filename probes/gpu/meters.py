@@ -1,11 +1,12 @@
 """Memory and time on one device: CUDA's own statistics and events, or on the CPU the dry run's storage tracker.
 
-Both meters are told the phases by the step's marks and answer the peak of each.
+Both meters are told the phases by the step's marks and answer the peak of each. Which kernels a step really ran is the
+profiler's: PyTorch chooses the SDPA backend at run time, by card, data type and shape.
 """
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -27,6 +28,18 @@ from probes.gpu.timing import PHASE_OF_BUILDING
 MIN_CONTEXT_BYTES = 64 * MIB
 """Less than any CUDA context with PyTorch's kernels takes: the reading before us held what is gone now."""
 BENCH_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+KEPT = 40
+"""Names kept, those that took longest first."""
+LONGEST_NAME = 160
+_ATTENTION = (  # (part of a kernel's name, backend); the first that occurs in any name holds
+    ("cudnn_generated_fort_native_sdpa", "cudnn"),
+    ("cudnn_sdpa", "cudnn"),
+    ("flash_fwd", "flash"),
+    ("flash_bwd", "flash"),
+    ("FlashAttn", "flash"),
+    ("fmha_cutlass", "memory-efficient"),
+    ("attn_fwd", "flash"),  # AOTriton's, on ROCm
+)
 
 
 class Meter(ABC):
@@ -262,3 +275,28 @@ def copy_bandwidth(device: str) -> float:
             target.copy_(source)
             best_s = min(best_s, time.perf_counter() - started)
     return 2.0 * size / best_s
+
+
+def kernels_of_step(step: Callable[[], object]) -> tuple[str, ...]:
+    """Names of the CUDA kernels of one step, those that took longest first; none where the profiler does not work."""
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step()
+            torch.cuda.synchronize()
+        events = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)
+    except RuntimeError:  # a container without CUPTI: the names are missing, nothing else is
+        return ()
+    return tuple(event.key[:LONGEST_NAME] for event in events if event.self_device_time_total > 0)[:KEPT]
+
+
+def attention_backend(kernels: Sequence[str]) -> str:
+    """The backend of scaled-dot-product attention that these kernels are of: "cudnn", "flash", "memory-efficient", else
+    "math" (plain products and a softmax); empty where no kernel is known."""
+    if not kernels:
+        return ""
+    for part, backend in _ATTENTION:
+        if any(part in name for name in kernels):
+            return backend
+    return "math"

@@ -56,7 +56,6 @@ def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dic
 
 
 def _torch(device: str) -> Any:
-    """torch, where it is and `device` works."""
     from planner.core.errors import EnvironmentProblem
     from planner.core.install import install_command
 

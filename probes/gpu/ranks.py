@@ -125,7 +125,6 @@ class RankReport:
         return f"{texts[0]} ({'; '.join(others)})" if others else texts[0]
 
     def last_seen(self) -> str:
-        """What every rank was doing, for a person."""
         states = [f"rank {rank} {text!r}" for rank, text in sorted(self.progress.items())]
         return ", ".join(states) or "starting"
 

@@ -18,13 +18,12 @@ from planner.memory.states import paged_bytes
 from planner.memory.workspace import CONTEXT_BYTES, context_bytes
 from planner.options.optimizers import OPTIMIZERS
 from probes.gpu.child import StatusPipe
+from probes.gpu.depth import reserved_gap, segments_grow
 from probes.gpu.device import DeviceLease
 from probes.gpu.failures import UnsupportedProbe, building
-from probes.gpu.kernels import kernels_of_step
-from probes.gpu.meters import CpuMeter, CudaMeter, Meter
+from probes.gpu.meters import CpuMeter, CudaMeter, Meter, kernels_of_step
 from probes.gpu.process_group import ProcessGroup
 from probes.gpu.request import ProbeRequest
-from probes.gpu.reserved import reserved_gap, segments_grow
 from probes.gpu.timing import DepthRun, Extended, timed_until_settled
 from probes.stack.batch import make_batch
 from probes.stack.build import build_model, build_reference
@@ -61,7 +60,6 @@ class DepthRunner:
         return num_trained(self.request.config, self.request.setup, attention_name(self.request))
 
     def run(self, depth: int, *, timed: bool) -> DepthRun:
-        """One depth: its phases' peaks and, if `timed`, its step times."""
         meter: Meter
         if self.request.device == "cpu":
             meter = CpuMeter(self.request.limits.cpu_clock, layout=self.process_group.rank_info.size > 1)

@@ -193,7 +193,6 @@ def probe_environment() -> dict[str, str]:
 
 
 def _kill_group(child: "subprocess.Popen[bytes]") -> bool:
-    """Kills the child and everything it started; whether the child is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)  # the group outlives its leader while a grandchild is left
     try:
@@ -204,7 +203,6 @@ def _kill_group(child: "subprocess.Popen[bytes]") -> bool:
 
 
 def _kill_job(name: str) -> bool:
-    """Kills every process of the job, in whatever session it is; whether all are gone."""
     deadline = time.monotonic() + KILL_WAIT_S
     while True:
         left = job_processes(name)

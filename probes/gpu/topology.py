@@ -49,7 +49,6 @@ class Topology:
 
 
 def topology(devices: Sequence[str]) -> Topology:
-    """The connections between `devices`."""
     with nvml() as module:
         handles: dict[str, Any] = {}
         if module is not None:

@@ -59,7 +59,6 @@ class TolerantLog(io.TextIOBase):
         return len(text)
 
     def fileno(self) -> int:
-        """The descriptor (faulthandler and subprocesses write to it directly)."""
         return self._descriptor
 
     def writable(self) -> bool:

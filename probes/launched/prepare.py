@@ -49,7 +49,6 @@ def make_model(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def _named(model: Any) -> Iterator[tuple[str, Any]]:
-    """Every stored tensor once: of tied ones the first."""
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -147,7 +146,6 @@ def _words(start: int, num: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Makes what the order asks for."""
     order = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     if order.get("model"):
         make_model(order["config"], Path(order["model"]))

@@ -30,7 +30,6 @@ def site_folder(folder: Path) -> Path:
 
 
 def begin() -> None:
-    """Waits for the program to import transformers' trainer."""
     if not os.environ.get(VARIABLE):
         return
     order = json.loads(os.environ[VARIABLE])
@@ -59,8 +58,6 @@ def _use_cpu(training_args: Any) -> None:
 
 
 def callback_class(base: type, order: dict[str, Any]) -> type:
-    """transformers' callback that writes what the run showed."""
-
     class Watching(base):  # type: ignore[misc]
         """Notes the times of every step; at the end what memory was taken."""
 

@@ -85,7 +85,6 @@ class _Report:
         self._error = ""
 
     def write(self, phantom: Any) -> None:
-        """The result so far; nothing where it is written already."""
         from probes.phantom.cuda import Refused
         from probes.phantom.summary import summary
 
@@ -101,7 +100,6 @@ class _Report:
         self.write(phantom)
 
     def failed(self, phantom: Any, error: BaseException, trace: TracebackType | None) -> None:
-        """The program ends with an exception."""
         import torch
 
         from probes.phantom.failures import error_text, of_copies, status_of
@@ -146,7 +144,6 @@ def _start(order: dict[str, Any], watcher: Watcher) -> None:
 
 
 def _cut_network() -> None:
-    """Connections to other machines are refused."""
     true = socket.socket.connect
     true_ex = socket.socket.connect_ex
 

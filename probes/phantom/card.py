@@ -25,7 +25,6 @@ class Card:
 
     @property
     def limit_bytes(self) -> int:
-        """What is left for PyTorch's segments."""
         return self.memory_bytes - self.context_bytes
 
     @property

@@ -67,7 +67,6 @@ class Tree:
         return location
 
     def _link_target(self, folder: str, target: str) -> str:
-        """Where a link of the user's own in a folder of the tree leads to, in the tree."""
         return self.top + os.path.normpath(os.path.join(folder.removeprefix(self.top) or "/", target))
 
     def _folder(self, folder: str, change: bool, num_links: int = 0) -> str | None:
@@ -181,7 +180,6 @@ def _file_state(path: str) -> tuple[int, int, int] | None:
 
 
 def _take(link: str, target: str) -> None:
-    """Puts a copy of what a link of ours stands for in its place."""
     copy = f"{link}.{os.getpid()}.{get_ident()}"
     shutil.copy2(target[1:], copy)
     os.replace(copy, link)
@@ -195,7 +193,6 @@ def files_in(path: str) -> list[str]:
 
 
 def _above(path: str) -> Iterator[str]:
-    """/a/b, /a, /."""
     while path != "/":
         path = os.path.dirname(path.rstrip("/"))
         yield path
@@ -264,7 +261,6 @@ def _as_was(path: Any, mapped: str) -> Any:
 
 
 def _map(owner: Any, name: str, *changes: Callable[[str], str] | None) -> None:
-    """Puts in the place of a function one whose first arguments are mapped."""
     true = getattr(owner, name)
 
     @wraps(true)
@@ -280,7 +276,6 @@ def _map(owner: Any, name: str, *changes: Callable[[str], str] | None) -> None:
 
 
 def _map_status(tree: Tree) -> None:
-    """`stat` and `lstat`: a link of ours is what it stands for."""
     true = os.stat
 
     @wraps(true)

@@ -153,7 +153,6 @@ def _num_local() -> int:
 
 
 def _functions(phantom: Phantom) -> dict[str, Any]:
-    """Name of `torch.cuda` -> what stands in its place."""
     card, described = phantom.card, properties(phantom.card)
     return {
         **dict.fromkeys(("is_available", "is_initialized", "_is_compiled"), lambda: True),
@@ -311,7 +310,6 @@ class Generator(torch._C.Generator):  # type: ignore[misc]
 
 
 def _of_accelerator(functions: dict[str, Any]) -> dict[str, Any]:
-    """Name of `torch.accelerator` -> what stands in its place."""
     same = (
         "empty_cache", "memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated",
         "max_memory_reserved", "reset_peak_memory_stats", "is_available", "device_count", "current_stream",
@@ -362,7 +360,6 @@ def _answers(phantom: Phantom) -> Iterator[Replacement]:
 
 
 def answered(phantom: Phantom) -> AbstractContextManager[None]:
-    """Within it `torch.cuda` answers for the card."""
     return replaced(
         (
             (owner, name, _as_own_object(value) if callable(value) and not isinstance(value, type) else value)

@@ -23,7 +23,6 @@ def sitecustomize(package: str, module: str) -> str:
 
 
 def is_another_rank() -> bool:
-    """Whether a launcher started this process as a rank that is not followed."""
     return int(os.environ.get("RANK") or 0) > 0 and int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 

@@ -49,7 +49,6 @@ _BELOW = ("", "envs/*", "versions/*", "installs/python/*", "python/*")
 
 
 def encodings_of(command: Sequence[str]) -> list[str]:
-    """`encodings/__init__.py` of every interpreter that can be found."""
     paths = set()
     for prefix in {os.path.realpath(folder) for folder in _prefixes(command)}:
         for below in _BELOW:
@@ -58,7 +57,6 @@ def encodings_of(command: Sequence[str]) -> list[str]:
 
 
 def _prefixes(command: Sequence[str]) -> Iterator[str]:
-    """Where interpreters may be installed."""
     for pattern in _USUAL:
         yield from glob.glob(os.path.expanduser(pattern))
     for folder in (*os.environ.get("PATH", "").split(":"), *(os.path.dirname(word) for word in command)):
@@ -73,7 +71,6 @@ def _prefixes(command: Sequence[str]) -> Iterator[str]:
 
 
 def _base_installation(path: str) -> Iterator[str]:
-    """Of a virtual environment, the installation that it is of."""
     try:
         with open(path) as file:
             match = re.search(r"^home\s*=\s*(.+)$", file.read(65536), re.MULTILINE)

@@ -341,7 +341,6 @@ def _first(order: dict[str, Any], host: HostView | None, flags: int, channel: so
 
 
 def _become(order: dict[str, Any], channel: socket.socket) -> NoReturn:
-    """Turns into the program."""
     os.environ.update(order.get("environment", {}))
     if "writable" in order:
         landlock.restrict(order["writable"], [device for device in _WRITABLE_DEVICES if os.path.exists(device)])

@@ -60,12 +60,10 @@ class Issued(OperatorLog):
             self.waited()
 
     def waited(self) -> None:
-        """The program looks at a value of the card."""
         if self._training >= 0:
             self.launched(WAIT, (), ())
 
     def launch(self, name: str, arguments: Sequence[Any]) -> None:
-        """A kernel of somebody's own."""
         if self._training >= 0:
             self.launched(name, [argument for argument in arguments if isinstance(argument, torch.Tensor)], ())
 
@@ -88,7 +86,6 @@ class Issued(OperatorLog):
         self._ran = self._micro_batch, len(self.calls)
 
     def micro_batch_repeats(self) -> None:
-        """It does what the one before did."""
         del self.calls[self._micro_batch :], self.places[self._micro_batch :]
         self.repeats.append((len(self.calls), *self._ran))
 
@@ -99,7 +96,6 @@ class Issued(OperatorLog):
         self.steps.append((optimizer, self._stepping, len(self.calls)))
 
     def _place(self) -> None:
-        """Gives the calls since the last one their line and module."""
         missing = len(self.calls) - len(self.places)
         if missing > 0:
             key = str(user_line() or ""), self._origins.module

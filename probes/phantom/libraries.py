@@ -1,5 +1,6 @@
-"""What single libraries need on a phantom GPU, done as each is imported."""
+"""What single libraries need on a phantom GPU, and what of them is refused by name, done as each is imported."""
 
+import re
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from probes.dryrun.metaops import grouped_mm, in_place_updates, int8_matmul
 from probes.dryrun.workspaces import temporaries
 from probes.patching import nothing
 from probes.phantom.copies import ready
+from probes.phantom.cuda import refusing
 from probes.phantom.generation import shortened
 from probes.phantom.imports import Hook, Patch
 from probes.phantom.loading import config_of_catalogue, generation_without_files, load_without_weights
@@ -31,11 +33,10 @@ from probes.phantom.texts import (
 _is_meta = torch._C.TensorBase.is_meta.__get__
 _WHISPERS = {"processing": "processor", "feature_extraction": "feature_extractor", "tokenization": "tokenizer"}
 """Of Whisper's modules, what is made by them."""
+_ATTENTION = re.compile(r"flash_attn\w*_func|memory_efficient_attention\w*")
 
 
 def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
-    """Module -> what is done to it."""
-
     def patch(owner: Any, name: str, value: Any) -> None:
         stack.enter_context(mock.patch.object(owner, name, value))
 
@@ -65,6 +66,41 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
         "transformers.configuration_utils": of(config_of_catalogue),
         "transformers.trainer": of(repeated_once),
         "torch.utils.data": of(_one_process),
+        **_refused(stack),
+    }
+
+
+def _refused(stack: ExitStack) -> dict[str, Hook]:
+    """Models split as nobody tried here, and attention whose memory nobody here knows."""
+
+    def refuse(names: Callable[[str], Any], why: str) -> Hook:
+        def hook(module: Any) -> None:
+            for name in [attribute for attribute in vars(module) if names(attribute)]:
+                refusal = refusing(f"{module.__name__}.{name}: {why}")
+                stack.enter_context(mock.patch.object(module, name, refusal))
+
+        return hook
+
+    def sharded(module: Any) -> None:
+        refusal = refusing("FullyShardedDataParallel cannot be followed")
+        stack.enter_context(mock.patch.object(module.FullyShardedDataParallel, "__init__", refusal))
+
+    kernel = refuse(_ATTENTION.fullmatch, "the buffers of this package's kernels are not known here; SDPA is followed")
+    split = refuse(
+        {"parallelize_module", "distribute_tensor"}.__contains__, "this way to split a model was not tried here"
+    )
+    return {
+        "torch.distributed.tensor.parallel": split,
+        "transformers.distributed.expert_parallel": split,
+        "deepspeed": refuse({"initialize"}.__contains__, "DeepSpeed's engine allocates outside PyTorch's operators"),
+        "torch.distributed.fsdp": sharded,
+        "torch.nn.attention.flex_attention": refuse(
+            {"flex_attention"}.__contains__, "it runs eagerly here and would hold the scores; SDPA is followed"
+        ),
+        "flash_attn.flash_attn_interface": kernel,
+        "flash_attn.cute.interface": kernel,
+        "flash_attn_interface": kernel,
+        "xformers.ops.fmha": kernel,
     }
 
 
@@ -158,7 +194,6 @@ def _save_nothing(phantom: Phantom, safetensors: Any, patch: Patch) -> None:
 
 
 def _is_ours(filename: Any) -> bool:
-    """Whether a file is none of safetensors' but what a traced program saved in its place."""
     path = Path(filename)
     if not path.is_file():
         return False

@@ -84,7 +84,6 @@ def load_without_weights(phantom: Phantom, modeling: Any, patch: Patch) -> None:
 
 
 def _load(modeling: Any, get_device: Callable[..., Any], model: Any, load_config: Any, expected_keys: Any) -> None:
-    """Every weight of `model` gets its place, after the warm-up that transformers does."""
     keys = list(model.state_dict().keys()) if expected_keys is None else expected_keys
     device_map = load_config.device_map
     if device_map is not None:
@@ -157,7 +156,6 @@ class _QuantizerBefore438:
         self.quantization_config = quantization
 
     def preprocess_model(self, *, model: Any, device_map: Any, keep_in_fp32_modules: Any) -> None:
-        """Its linear layers become bitsandbytes', but the head."""
         from transformers import integrations
 
         skipped_modules = integrations.get_keys_to_not_convert(model)
@@ -166,7 +164,6 @@ class _QuantizerBefore438:
         )
 
     def postprocess_model(self, model: Any) -> None:
-        """What Trainer and PEFT ask a model for."""
         model.is_loaded_in_4bit = getattr(self.quantization_config, "load_in_4bit", False)
         model.is_loaded_in_8bit = self.quantization_config.load_in_8bit
         model.is_quantized = model._is_quantized_training_enabled = True
@@ -182,7 +179,6 @@ _LOADING = (
 
 
 def _place(model: Any, device: torch.device, kind: torch.dtype | None) -> None:
-    """Every weight and buffer of a model that was built on no device."""
     placed: dict[int, Any] = {}  # what several modules share stays shared
     for module in model.modules():
         if hasattr(module, "quant_state") or type(module).__name__ == "Linear8bitLt":
@@ -213,7 +209,6 @@ def _all_on_the_gpu(name: str, device_map: Any) -> None:
 
 
 def _fill(model: Any, key: str, device: torch.device, load_config: Any) -> None:
-    """The parameter or buffer `key` as it is after loading."""
     parent_name, _, name = key.rpartition(".")
     parent = model.get_submodule(parent_name) if parent_name else model
     value = getattr(parent, name, None)

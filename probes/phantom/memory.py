@@ -35,11 +35,9 @@ class CardMemory:
 
     @property
     def free_bytes(self) -> int:
-        """What the driver could still give."""
         return self._card.limit_bytes - self.group_bytes - self.allocator.reserved_bytes
 
     def join(self, num_bytes: int) -> None:
-        """The communication library takes `num_bytes` of the card."""
         self.group_bytes = num_bytes
         if self.allocator.limit_bytes is not None:
             self.allocator.limit_bytes = self._card.limit_bytes - num_bytes
@@ -87,6 +85,5 @@ class CardMemory:
         self.events.append(EmptyCache())
 
     def keep_peaks(self) -> None:
-        """Remembers the highest figures before somebody resets them."""
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocator.peak_allocated_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.allocator.peak_reserved_bytes)

@@ -22,7 +22,6 @@ _APART = 4096
 
 
 def _parse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, torch.dtype | None, bool, Any]:
-    """Device, dtype, copy and memory format of a call of `Tensor.to`."""
     kwargs = dict(kwargs)
     copy = bool(kwargs.pop("copy", False))
     other = args[0] if args else kwargs.pop("other", None)
@@ -49,7 +48,6 @@ class _Methods:
         self._true_parameter = torch.nn.Parameter.__new__
 
     def patches(self) -> dict[str, Callable[..., Any]]:
-        """Name of `torch.Tensor` -> what stands in its place."""
         return {
             "to": _method(self.to),
             "cuda": lambda tensor, *args, **kwargs: self.to(tensor, CUDA),
@@ -166,7 +164,6 @@ class _Methods:
         return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
     def set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """`tensor.data = value`."""
         goes_to_meta = is_meta(tensor) and not is_meta(value)
         _base.data.__set__(tensor, self._phantom.on_host(value) if goes_to_meta else value)
 
@@ -218,7 +215,6 @@ def _new_tensor(tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any 
 
 @contextmanager
 def answering(phantom: Phantom) -> Iterator[None]:
-    """Within it the methods answer as those of CUDA tensors do."""
     methods = _Methods(phantom)
     # PyTorch keeps those of its first call; `with torch.device` changes ours too.
     constructors = device_context._device_constructors()
@@ -283,7 +279,6 @@ def _loading(phantom: Phantom) -> Callable[..., Any]:
 
 
 def _grouping() -> Callable[..., Any]:
-    """Optimizers' lists of tensors, by the device that they claim."""
     true = torch._C._group_tensors_by_device_and_dtype
 
     def device_of(tensors: Any) -> torch.device:
@@ -300,7 +295,6 @@ def _grouping() -> Callable[..., Any]:
 
 
 def _default() -> torch.device | None:
-    """The device of `with torch.device` or `torch.set_default_device`."""
     for mode in reversed(_get_current_function_mode_stack()) if torch._C._len_torch_function_stack() else ():
         if isinstance(mode, device_context.DeviceContext):
             return mode.device

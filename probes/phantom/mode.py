@@ -126,7 +126,6 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         return None if block is None else block[0]
 
     def adopt(self, storage: Any, device: torch.device, op: str) -> None:
-        """A new storage comes to life on `device`."""
         key = storage._cdata
         if device.type == "cpu":
             self.claims.claim(storage, CPU, self.values.drop)
@@ -275,7 +274,6 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         return torch.full(tensor.shape, answer(tensor.dtype, uniform), dtype=dtype, device=CPU)
 
     def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """`destination.copy_(source)` between any two kinds of tensors."""
         destination, source = args[0], args[1]
         values = self.values.real(source) if _is_meta(source) else source
         if not _is_meta(destination):
@@ -319,7 +317,6 @@ _SCALAR = _aten.scalar_tensor.default
 
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
-    """The meta tensors among an operator's arguments, and whether real ones are too."""
     metas: list[torch.Tensor] = []
     has_real = False
     for argument in (*args, *kwargs.values()) if kwargs else args:
@@ -333,7 +330,6 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], boo
 
 
 def _on_meta(value: Any) -> Any:
-    """`value` with real tensors replaced by meta tensors of their form."""
     if isinstance(value, torch.Tensor):
         if _is_meta(value):
             return value

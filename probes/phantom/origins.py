@@ -124,12 +124,10 @@ class Origins:
         self._ran.append(self._modules[-1] if self._modules else "")
 
     def record_question(self, phantom: Any, what: str) -> None:
-        """The program asked for a value that only a GPU could know."""
         key = (what, user_line())
         self.questions[key] = self.questions.get(key, 0) + 1
 
     def out_of_memory(self, size_bytes: int, op: str, event_index: int, allocated_bytes: int) -> None:
-        """The card refused a request."""
         if self.refused is None:
             self.refused = Refusal(
                 requested_bytes=size_bytes,
@@ -141,7 +139,6 @@ class Origins:
             )
 
     def set_owner(self, number: int | None, category: str, name: str) -> None:
-        """Allocation `number` is known by name."""
         if number is not None:
             self.owners.setdefault(number, (category, name))
 

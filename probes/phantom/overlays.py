@@ -177,7 +177,6 @@ class Tree:
                     _mount("/dev/null", path, None, _MS_BIND)
 
     def _add(self) -> None:
-        """To files, for the program alone; their compiled forms are covered."""
         for number, (path, text) in enumerate(self._host.added.items()):
             with _missing_is_fine():
                 copy = f"{self._memory}/added-{number}"
@@ -223,7 +222,6 @@ def places(order: dict[str, Any], mounts: Sequence[str]) -> list[str]:
 
 
 def _folders(path: str) -> Iterator[str]:
-    """/a, /a/b, /a/b/c."""
     parts = path.split("/")
     for end in range(2, len(parts) + 1):
         yield "/".join(parts[:end])
@@ -240,7 +238,6 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _is_opaque(folder: str) -> bool:
-    """Whether an upper folder stands in the place of one that was there."""
     try:
         return os.getxattr(folder, "user.overlay.opaque") == b"y"
     except OSError:

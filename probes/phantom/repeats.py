@@ -131,7 +131,6 @@ def _likeness(phantom: Phantom, name: str, value: Any) -> Iterator[Any]:
 
 
 def repeated_once(phantom: Phantom, trainer: Any, patch: Patch) -> None:
-    """Makes `Trainer.training_step` leave out what repeats."""
     true = trainer.Trainer.training_step
     ran: list[_MicroBatch] = []
 

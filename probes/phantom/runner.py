@@ -181,7 +181,6 @@ def _running(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _problem(outcome: Mapping[str, Any], order: TraceOrder, executable: str, folder: Path) -> EnvironmentProblem:
-    """Why a command did not end by itself."""
     if "no_program" in outcome:
         message = f"{executable} cannot be started: {outcome['no_program']}"
         return EnvironmentProblem(message, hint="check the program's permissions")

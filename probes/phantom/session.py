@@ -15,14 +15,19 @@ from probes.dryrun.metaops import fused_dropout, quick_checks
 from probes.dryrun.reductions import reductions
 from probes.dryrun.workspaces import cublas_workspace_bytes, cublas_workspaces, temporaries
 from probes.patching import replaced
-from probes.phantom import compiled, cuda, libraries, methods, operators, refusals, steps, tritons, world
+from probes.phantom import cuda, libraries, methods, operators, steps, tritons, world
 from probes.phantom.card import Card, TraceOptions
 from probes.phantom.claims import claims_answered
 from probes.phantom.imports import Hook, Watcher
 from probes.phantom.mode import Phantom
+from probes.phantom.origins import from_library
 from probes.stack.autocast import emulation_installed
 
 DEFAULT = TraceOptions()
+EAGER = (
+    "torch.compile (or torch.jit) was asked for and the program ran eagerly: compiled code usually keeps less for the "
+    "backward, so the figures are an upper bound there"
+)
 
 
 @contextmanager
@@ -55,7 +60,7 @@ def phantom_gpu(
             _one_hot(phantom),
             world.fake_world(phantom),
             resizes(phantom.resized),
-            compiled.eager(phantom),
+            _eager(phantom),
             methods.answering(phantom),
             claims_answered(phantom.claims),
             phantom.origins.following(),
@@ -107,14 +112,39 @@ def _one_hot(phantom: Phantom) -> AbstractContextManager[None]:
     return replaced([(functional, "one_hot", one_hot)])
 
 
+def _eager(phantom: Phantom) -> AbstractContextManager[None]:
+    def compile_nothing(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda function: compile_nothing(function, **options)
+        if not _of_a_library(model):
+            phantom.note(EAGER)
+        return model
+
+    def compile_module(self: Any, *args: Any, **kwargs: Any) -> None:
+        phantom.note(EAGER)
+
+    return replaced(
+        [
+            (torch.jit, "script", lambda function, *args, **kwargs: compile_nothing(function)),
+            (torch, "compile", compile_nothing),
+            (torch.nn.Module, "compile", compile_module),
+        ]
+    )
+
+
+def _of_a_library(model: Any) -> bool:
+    """Whether a decorator of an installed library asks; those are small functions and classes."""
+    function = vars(model).get("__init__") if isinstance(model, type) else model
+    code = getattr(function, "__code__", None)
+    return code is not None and from_library(code.co_filename)
+
+
 def _watch(phantom: Phantom, stack: ExitStack, watcher: Watcher | None) -> None:
-    """What libraries need is done as they are imported, now or later."""
     hooks: dict[str, list[Hook]] = {}
     for library_hooks in (
         libraries.hooks(phantom, stack),
         tritons.hooks(phantom, stack),
         world.hooks(stack),
-        refusals.hooks(stack),
     ):
         for name, hook in library_hooks.items():
             hooks.setdefault(name, []).append(hook)

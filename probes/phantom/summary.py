@@ -8,9 +8,9 @@ from planner.planning.trace_result import Holding, TraceResult
 from probes.allocator import Alloc, Free
 from probes.allocator.repetitions import rounded
 from probes.installed import installed
-from probes.phantom.compiled import EAGER
 from probes.phantom.mode import Phantom
 from probes.phantom.origins import Origin, code_name
+from probes.phantom.session import EAGER
 from probes.phantom.steps import parts_of
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "liger-kernel", "datasets")
@@ -20,7 +20,6 @@ _SHOWN = 40
 
 
 def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0.0) -> TraceResult:
-    """The result of the run so far."""
     phantom.memory.keep_peaks()
     _own_weights(phantom)
     totals, alive, peaks = _walk(phantom)

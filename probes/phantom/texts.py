@@ -146,7 +146,6 @@ def stand_in_tokenizer(name: str, more: Mapping[int, str] = MappingProxyType({})
 
 
 def _pads(config: Any) -> bool:
-    """Whether the class of a model's tokenizer has a padding token where its files name none."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
     name = TOKENIZER_MAPPING_NAMES.get(config.model_type)
@@ -240,7 +239,6 @@ class _Texts:
         return [{"role": "user", "content": self.short}, {"role": "assistant", "content": self.long}]
 
     def picture(self) -> dict[str, Any]:
-        """A talk about a picture."""
         from PIL import Image
 
         parts = [{"type": "image", "text": None}, {"type": "text", "text": self.short}]
@@ -360,7 +358,6 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch) -> None:
 
 
 def _stand_in_rows(phantom: Phantom, datasets: Any, path: str, name: str, why: str) -> Any:
-    """A data set in the place of `path`'s, said aloud."""
     options = phantom.options
     tokens = options.num_tokens
     row = columns_of(f"{path} {name}", tokens, options.image_size, options.objective)

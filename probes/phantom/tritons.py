@@ -19,7 +19,6 @@ from probes.phantom.mode import Phantom
 
 
 def _driver(card: Card) -> SimpleNamespace:
-    """What Triton's runtime asks of the driver."""
     described = properties(card)
     major, minor = card.capability
     device_properties = {
@@ -43,8 +42,6 @@ def _driver(card: Card) -> SimpleNamespace:
 
 
 def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
-    """What is done to Triton once it is imported."""
-
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         _launched(phantom, getattr(self, "__name__", None) or _name(self), *args, **kwargs)
 

@@ -55,7 +55,6 @@ class Values:
         return numel <= (MAX_BYTES if dtype in (torch.uint8, torch.int8) else MAX_INTEGERS)
 
     def drop(self, key: int) -> None:
-        """Nothing is known of this storage any more."""
         self._copies.pop(key, None)
         self._uniform.pop(key, None)
 
@@ -72,7 +71,6 @@ class Values:
         return self._uniform.get(tensor.untyped_storage()._cdata)
 
     def assume(self, tensor: torch.Tensor, value: bool) -> None:
-        """Every element of `tensor` is `value`."""
         self._uniform[tensor.untyped_storage()._cdata] = value
 
     def keep(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -110,7 +108,6 @@ class Values:
         return (False, None) if changes else (True, self._followed(output))
 
     def _decides(self, func: Any, args: Any, kwargs: dict[str, Any], metas: Sequence[torch.Tensor]) -> bool:
-        """Whether what is known is all that the operator needs."""
         if metas:
             copies = self._copies
             for tensor in metas:
@@ -133,7 +130,6 @@ class Values:
         return value
 
     def _followed(self, output: Any) -> Any:
-        """Meta tensors whose values are those that were found."""
         if isinstance(output, torch.Tensor):
             made = torch.empty_strided(output.size(), output.stride(), dtype=output.dtype, device=META)
             if self.worth_keeping(output.dtype, output.numel()):
@@ -158,7 +154,6 @@ class Values:
 
 
 def made_dtype(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype:
-    """The type of what a maker makes."""
     dtype: torch.dtype = kwargs.get("dtype") or (torch.get_default_dtype() if func in _MAKERS else args[0].dtype)
     return dtype
 

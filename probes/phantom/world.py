@@ -46,7 +46,6 @@ def fake_world(phantom: Phantom) -> Iterator[None]:
 
 
 def _of_groups(phantom: Phantom) -> dict[str, Callable[..., Any]]:
-    """Name of `torch.distributed` -> what stands in its place."""
     true_group = distributed.distributed_c10d.new_group
 
     @wraps(true_group)
@@ -104,7 +103,6 @@ def _beginning(phantom: Phantom) -> Callable[..., None]:
 
 
 def _of_ddp(phantom: Phantom) -> list[Replacement]:
-    """What DistributedDataParallel needs beyond the fake group."""
     from torch.nn.parallel import DistributedDataParallel as wrapper
 
     def hook(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -129,8 +127,6 @@ def _of_ddp(phantom: Phantom) -> list[Replacement]:
 
 
 def hooks(stack: ExitStack) -> dict[str, Hook]:
-    """Module -> what is done to it once it is imported."""
-
     def tensors(module: Any) -> None:
         from torch.distributed.tensor import _dispatch, _op_schema
 

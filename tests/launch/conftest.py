@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
@@ -59,8 +59,34 @@ def prepared(folder: Path, request: ExportRequest, form: str = "tokens") -> None
     path = folder / "launch" / prepare.NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(prepare.file(request).text)
+    make_data(folder, form)
+
+
+def export_request(
+    setup: TrainSetup, *, steps: int = 2, rate: float | None = None, path: str = "./chats", **more: Any
+) -> Any:
+    """A request of `steps` optimizer steps over a local data set, each logged, nothing held out.
+
+    Args:
+        rate: a learning rate in place of the chosen one: a random model of two layers needs a far larger one than a
+            trained one to move within some steps.
+    """
+    hyper = choose(setup, max_steps=steps)
+    values = {
+        "model_id": "./tiny-llama",
+        "hyper": hyper if rate is None else replace(hyper, learning_rate=rate),
+        "dataset": DatasetChoice(path=path, local=True),
+        "logging_steps": 1,
+        "held_out": 0,
+    }
+    return ExportRequest(setup=setup, **{**values, **more})
+
+
+def make_data(folder: Path, form: str) -> None:
+    """The written `launch/prepare_data.py`, run in this process."""
+    path = folder / "launch" / prepare.NAME
     scope: dict[str, Any] = {"__name__": "prepared", "__file__": str(path)}
-    exec(compile(path.read_text(), str(path), "exec"), scope)
+    exec(compile(path.read_text("utf-8"), str(path), "exec"), scope)
     scope["main"](form)
 
 
@@ -221,8 +247,7 @@ def furnish(folder: Path, tiny_model: Path) -> Path:
     (folder / "tiny-llama").symlink_to(tiny_model, target_is_directory=True)
     write_jsonl(folder / "chats" / "train.jsonl", chats(24))
     setup = TrainSetup(seq_len_tokens=64)
-    data = DatasetChoice(path="./chats", local=True)
-    prepared(folder, ExportRequest(model_id="./tiny-llama", setup=setup, hyper=choose(setup), dataset=data, held_out=0))
+    prepared(folder, export_request(setup))
     return folder
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, chat
+from planner.frameworks.exporters import EXPORTERS, chat
 from planner.frameworks.exporters.folder import folder_files
 from planner.frameworks.exporters.types import Launch
-from planner.frameworks.hyperparameters import choose
 from planner.setup import TrainSetup
-from tests.launch.conftest import Run, chats, write_jsonl, write_launch
+from tests.launch.conftest import Run, chats, export_request, write_jsonl, write_launch
 from tests.whole import some
 
 pytestmark = pytest.mark.processes
@@ -35,15 +34,9 @@ def test_a_tokenizer_without_a_template_is_given_one(
         precision="fp32", loss="full" if target == "hf" else "chunked", lora_rank=4, micro_batch_seqs=2,
         seq_len_tokens=128, optimizer="adamw",
     )  # fmt: skip
-    request = ExportRequest(
-        model_id="./tiny-base",
-        setup=setup,
-        hyper=choose(setup, max_steps=2),
-        dataset=DatasetChoice(path="./chats/train.jsonl", local=True),
-        logging_steps=1,
-        held_out=0,
-        save=True,
-        lacks_template=None if target == "run.sh" else True,  # run.sh finds out for itself
+    lacks_template = None if target == "run.sh" else True  # run.sh finds out for itself
+    request = export_request(
+        setup, model_id="./tiny-base", path="./chats/train.jsonl", save=True, lacks_template=lacks_template
     )
     emitted = EXPORTERS["trl" if target == "run.sh" else target](request)
     write_launch(tmp_path, emitted)

@@ -23,7 +23,7 @@ from planner.frameworks.exporters import EXPORTERS, DatasetChoice, prepare  # no
 from planner.samples.dataset import measure  # noqa: E402
 from planner.samples.locate import path_of  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
-from tests.launch.conftest import prepared, run_script, run_trl  # noqa: E402
+from tests.launch.conftest import make_data, prepared, run_script, run_trl  # noqa: E402
 from tests.launch.data_formats import FORMATS, NUM, RAW, TEXTS, answers_of, pairs  # noqa: E402
 from tests.launch.tiny_models import save_tiny, tiny_request, tokenizer  # noqa: E402
 from tests.whole import these  # noqa: E402
@@ -156,24 +156,12 @@ def test_a_step_trains_from_the_emitted_files(
     monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)
     out = place / f"{target}-{Path(name).name}"
     words = ["--precision", "fp32", "--attention", "sdpa", "--kernels", "eager", "--loss", "full", "--epochs", "0.4"]
-    plan_request = [
-        f"./{model}",
-        "--gpu",
-        "rtx-3060-12gb",
-        "--dataset",
-        name,
-        "--out",
-        str(out),
-        "--no-dry-run",
-        *words,
-    ]
+    plan_request = [f"./{model}", "--gpu", "rtx-3060-12gb", "--dataset", name, "--out", str(out), "--no-dry-run"]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as output, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert run([*plan_request, "--no-packing", "--optimizer", "adamw"]) == 0, output.getvalue()
+        assert run([*plan_request, *words, "--no-packing", "--optimizer", "adamw"]) == 0, output.getvalue()
         monkeypatch.chdir(out)
-        scope: dict[str, Any] = {"__name__": "made", "__file__": str(out / "launch" / prepare.NAME)}
-        exec((out / "launch" / prepare.NAME).read_text("utf-8"), scope)
-        scope["main"](prepare.FORMS[target])
+        make_data(out, prepare.FORMS[target])
         file = out / "launch" / {"trl": "trl/trl-sft.yaml", "hf": "hf/train_hf.py"}[target]
         trainer = {"trl": run_trl, "hf": run_script}[target](file.read_text(), out)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -219,9 +207,7 @@ def test_hundreds_of_samples_are_evaluated_and_saved_within_the_run(place: Path)
     assert trl["logging_steps"] <= steps
     written = {}
     for form in ("tokens", "chats"):
-        scope: dict[str, Any] = {"__name__": "made", "__file__": str(out / "launch" / prepare.NAME)}
-        exec((out / "launch" / prepare.NAME).read_text("utf-8"), scope)
-        scope["main"](form)
+        make_data(out, form)
         written[form] = [made(out, form, part) for part in ("train", "test")]
     assert [len(part) for part in written["tokens"]] == [380, 20]
     for tokens, chats in zip(*written.values(), strict=True):
@@ -234,9 +220,7 @@ def test_columns_with_names_of_their_own_are_read(place: Path, capsys: pytest.Ca
     assert run([*plan_request, "--json=full"]) == 0
     assert json.loads(capsys.readouterr().out)["workload"]["dataset_kind"] == "text"
     assert run([*plan_request, "--columns", "question=Frage,answer=Antwort", "--out", "german"]) == 0
-    scope: dict[str, Any] = {"__name__": "made", "__file__": str(place / "german" / "launch" / prepare.NAME)}
-    exec((place / "german" / "launch" / prepare.NAME).read_text(), scope)
-    scope["main"]("chats")
+    make_data(place / "german", "chats")
     assert [row["messages"][1]["content"] for row in made(place / "german", "chats")] == ["Er.", "Das."]
     capsys.readouterr()
     for words, message in (

@@ -6,15 +6,13 @@ goes through `accelerate launch` too).
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, hf
-from planner.frameworks.hyperparameters import choose
+from planner.frameworks.exporters import EXPORTERS, ExportRequest, hf
 from planner.setup import TrainSetup
-from tests.launch.conftest import Run, num_saved, write_launch
+from tests.launch.conftest import Run, export_request, num_saved, write_launch
 
 pytestmark = pytest.mark.processes
 
@@ -41,15 +39,7 @@ TRAINED = {
 
 
 def request(setup: TrainSetup) -> ExportRequest:
-    # a random two-layer model needs a far larger rate than a trained one to move within eight steps
-    return ExportRequest(
-        model_id="./tiny-llama",
-        setup=setup,
-        hyper=replace(choose(setup, max_steps=8), learning_rate=0.05),
-        dataset=DatasetChoice(path="./chats", local=True),
-        logging_steps=1,
-        held_out=0,
-    )
+    return export_request(setup, steps=8, rate=0.05)
 
 
 def said(run: Run) -> dict[str, int]:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.image_models import configs
 from benchmarks.images import METHODS, setup_of, spec_of
-from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
+from planner.frameworks.exporters import EXPORTERS, ExportRequest
 from planner.frameworks.hyperparameters import choose
 from planner.memory.trained import trained_parameters
 from planner.models.encoders import with_vision
@@ -17,7 +17,7 @@ from planner.models.spec import ModelSpec
 from planner.options.images import Images
 from planner.setup import TrainSetup
 from probes.module_tree import spec_of_tree
-from tests.launch.conftest import Run, num_saved, two_steps
+from tests.launch.conftest import Run, export_request, num_saved, two_steps
 from tests.whole import some
 
 pytestmark = pytest.mark.processes
@@ -140,15 +140,7 @@ def test_two_steps_on_pictures_train_as_planned(
         seq_len_tokens=tokens,
         images=Images(width=40, height=30),
     )
-    request = ExportRequest(
-        model_id="./tiny-eyes",
-        model=model,
-        setup=setup,
-        hyper=choose(setup, max_steps=2),
-        dataset=DatasetChoice(path="./rows", local=True),
-        logging_steps=1,
-    )
-    emitted = EXPORTERS["trl"](request)
+    emitted = EXPORTERS["trl"](export_request(setup, path="./rows", model_id="./tiny-eyes", model=model, held_out=None))
     assert not emitted.refused
     two_steps(launch, tmp_path, emitted, setup)
     assert num_saved(tmp_path / "outputs") == trained_parameters(model, setup).num  # the encoder's adapters among them

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from planner.frameworks.exporters import TARGETS, DatasetChoice, ExportRequest
-from planner.frameworks.hyperparameters import choose
+from planner.frameworks.exporters import TARGETS, DatasetChoice
 from planner.options.objectives import OBJECTIVES
 from planner.options.rollouts import Rollout
 from planner.setup import TrainSetup
-from tests.launch.conftest import FACTS, Run, num_saved, two_steps, write_jsonl, write_launch
+from tests.launch.conftest import FACTS, Run, export_request, num_saved, two_steps, write_jsonl, write_launch
 from tests.launch.test_spread import layout
 from tests.launch.test_trl import HIDDEN, lora_params
 
@@ -83,12 +82,10 @@ def test_two_steps_of_every_objective_train(
     )
     write_jsonl(place / "data" / "train.jsonl", ROWS[objective](16))
     emitted = TARGETS[row.stack("trl")].export(
-        ExportRequest(
-            model_id="./tiny-llama",
-            setup=setup,
-            hyper=choose(setup, max_steps=2),
+        export_request(
+            setup,
             dataset=DatasetChoice(path="./data", local=True, columns=row.data[0]),
-            logging_steps=1,
+            held_out=None,
             lacks_template=False,
         )
     )
@@ -112,13 +109,7 @@ def test_fsdp2_shares_a_reference_that_knows_what_the_policy_knew(place: Path, l
     )  # fmt: skip
     write_jsonl(place / "data" / "train.jsonl", pairs(16))
     emitted = TARGETS["trl"].export(
-        ExportRequest(
-            model_id="./tiny-llama",
-            setup=setup,
-            hyper=choose(setup, max_steps=2),
-            dataset=DatasetChoice(path="./data", local=True, columns="preference"),
-            logging_steps=1,
-        )
+        export_request(setup, dataset=DatasetChoice(path="./data", local=True, columns="preference"), held_out=None)
     )
     write_launch(place, emitted)
     run = layout(launch, place, emitted.command)

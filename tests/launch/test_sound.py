@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
-from planner.frameworks.hyperparameters import choose
 from planner.memory.trained import trained_parameters
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
-from tests.launch.conftest import Run, num_saved, two_steps
+from tests.launch.conftest import Run, export_request, num_saved, two_steps
 
 RATE = 16_000
 SIZES = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -63,14 +62,8 @@ def write_clips(folder: Path, num: int) -> None:
 
 
 def request(model: ModelSpec, setup: TrainSetup) -> ExportRequest:
-    return ExportRequest(
-        model_id="./tiny-whisper",
-        model=model,
-        setup=setup,
-        hyper=choose(setup, max_steps=2),
-        dataset=DatasetChoice(path="./rows", columns="text", local=True),
-        logging_steps=1,
-    )
+    data = DatasetChoice(path="./rows", columns="text", local=True)
+    return export_request(setup, model_id="./tiny-whisper", model=model, dataset=data, held_out=None)
 
 
 LORA = TrainSetup(

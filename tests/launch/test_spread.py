@@ -11,15 +11,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, Launch, hf, slurm
-from planner.frameworks.hyperparameters import choose
+from planner.frameworks.exporters import EXPORTERS, Launch, hf, slurm
 from planner.setup import TrainSetup
-from tests.launch.conftest import Run, furnish, run_launch, write_launch
+from tests.launch.conftest import Run, export_request, furnish, run_launch, write_launch
 from tests.launch.test_hf import said
 from tests.ports import own_port
 from tests.whole import WHOLE
@@ -41,18 +39,7 @@ TWO = {"num_gpus": 2, "accumulation_steps": 1}
 
 
 def emitted(target: str, setup: TrainSetup, num_nodes: int = 1) -> Launch:
-    launch = EXPORTERS[target](
-        ExportRequest(
-            num_nodes=num_nodes,
-            model_id="./tiny-llama",
-            setup=setup,
-            # a random two-layer model needs a far larger rate than a trained one to move within four steps
-            hyper=replace(choose(setup, max_steps=STEPS), learning_rate=0.01),
-            dataset=DatasetChoice(path="./chats", local=True),
-            logging_steps=1,
-            held_out=0,
-        )
-    )
+    launch = EXPORTERS[target](export_request(setup, steps=STEPS, rate=0.01, num_nodes=num_nodes))
     assert not launch.unsupported
     return launch
 
@@ -109,6 +96,12 @@ def same_weights(folder: Path, reference: Path) -> None:
         assert (weights[key] - tensor).abs().max() <= WEIGHT_TOLERANCE * tensor.abs().max(), key
 
 
+def check_alike(run: Run, place: Path, reference: tuple[Run, Path]) -> None:
+    """The same steps, and the same weights after them."""
+    same_steps(run, reference[0])
+    same_weights(place / "outputs", reference[1])
+
+
 def shards(place: Path) -> list[dict[str, int]]:
     """What each of the two processes held after Accelerate's FSDP2."""
     return [json.loads((place / f"shards{rank}").read_text()) for rank in range(2)]
@@ -128,9 +121,7 @@ def test_fsdp2_steps_like_one_process_and_holds_half(
     assert [rank["sharded"] for rank in ranks] == [whole, whole]
     assert sum(rank["here"] for rank in ranks) == whole
     assert max(rank["here"] for rank in ranks) < 0.51 * whole
-    reference, folder = alone("hf", FULL)
-    same_steps(run, reference)
-    same_weights(place / "outputs", folder)
+    check_alike(run, place, alone("hf", FULL))
 
 
 @pytest.mark.slow
@@ -143,9 +134,7 @@ def test_one_process_whose_weights_lie_on_the_host_steps_like_one_that_holds_the
     run = layout(launch, place, files.command)
     (counts,) = [json.loads(path.read_text()) for path in place.glob("shards*")]
     assert counts["sharded"] == said(run)["trained_parameters"] == counts["here"]
-    reference, folder = alone("hf", FULL)
-    same_steps(run, reference)
-    same_weights(place / "outputs", folder)
+    check_alike(run, place, alone("hf", FULL))
 
 
 @pytest.mark.slow
@@ -158,9 +147,7 @@ def test_fsdp2_of_adapters_by_trl_steps_like_one_process(
     run = layout(launch, place, files.command)
     for rank in shards(place):
         assert rank["sharded"] == rank["parameters"] < 2.1 * rank["here"]
-    reference, folder = alone("trl", LORA)
-    same_steps(run, reference)
-    same_weights(place / "outputs", folder)
+    check_alike(run, place, alone("trl", LORA))
 
 
 @pytest.mark.slow
@@ -173,9 +160,7 @@ def test_tensor_parallelism_by_torchrun_steps_like_one_process(
     (note,) = [note for note in files.notes if "torchrun" in note]
     run = layout(launch, place, note[note.index("torchrun") :])
     assert said(run)["global_batch_seqs"] == setup.global_batch_seqs == FULL.global_batch_seqs
-    reference, folder = alone("hf", FULL)
-    same_steps(run, reference)
-    same_weights(place / "outputs", folder)
+    check_alike(run, place, alone("hf", FULL))
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +230,4 @@ def test_a_slurm_job_of_two_nodes_steps_like_one_process(
         }
         run = launch(command, env=THREADS | environment)
     assert said(run)["global_batch_seqs"] == 4
-    reference, folder = alone("hf", lora)
-    same_steps(run, reference)
-    same_weights(place / "outputs", folder)
+    check_alike(run, place, alone("hf", lora))

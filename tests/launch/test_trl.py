@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
+from planner.frameworks.exporters import EXPORTERS
 from planner.frameworks.hyperparameters import choose
 from planner.setup import TrainSetup
-from tests.launch.conftest import Run, chats, num_saved, prepared, write_jsonl, write_launch
+from tests.launch.conftest import Run, chats, export_request, num_saved, prepared, write_jsonl, write_launch
 from tests.whole import WHOLE
 
 pytestmark = pytest.mark.processes
@@ -33,16 +33,7 @@ def test_trl_trains_the_tiny_model_as_planned(place: Path, launch_cold: Callable
     setup = TrainSetup(
         precision="fp32", loss="chunked", lora_rank=4, micro_batch_seqs=2, accumulation_steps=3, seq_len_tokens=64
     )
-    # a random two-layer model needs a far larger rate than a trained one to move within eight steps
-    hyper = replace(choose(setup, max_steps=8), learning_rate=0.05)
-    request = ExportRequest(
-        model_id="./tiny-llama",
-        setup=setup,
-        hyper=hyper,
-        dataset=DatasetChoice(path="./chats/train.jsonl", local=True),
-        logging_steps=1,
-        held_out=0,
-    )
+    request = export_request(setup, steps=8, rate=0.05, path="./chats/train.jsonl")
     emitted = EXPORTERS["trl"](request)
     assert not emitted.unsupported
     write_launch(place, emitted)
@@ -55,7 +46,7 @@ def test_trl_trains_the_tiny_model_as_planned(place: Path, launch_cold: Callable
     assert run.state["epoch"] == pytest.approx(8 * setup.global_batch_seqs / 24)
     adapter = json.loads((place / "outputs" / "adapter_config.json").read_text())
     assert adapter["r"] == 4
-    assert adapter["lora_alpha"] == hyper.lora_alpha
+    assert adapter["lora_alpha"] == request.hyper.lora_alpha
     assert num_saved(place / "outputs") == lora_params(4)
 
 
@@ -74,14 +65,8 @@ def test_trl_fine_tunes_smollm2_from_the_file(tmp_path: Path, smollm2: Path, lau
         seq_len_tokens=96,
         checkpointing=0,
     )
-    request = ExportRequest(
-        model_id="./smollm2",
-        setup=setup,
-        hyper=replace(choose(setup, num_params=134_515_008, max_steps=6), learning_rate=2e-3),
-        dataset=DatasetChoice(path="./chats", local=True),
-        logging_steps=1,
-        held_out=0,
-    )
+    hyper = replace(choose(setup, num_params=134_515_008, max_steps=6), learning_rate=2e-3)
+    request = export_request(setup, model_id="./smollm2", hyper=hyper)
     emitted = EXPORTERS["trl"](request)
     write_launch(tmp_path, emitted)
     prepared(tmp_path, request)

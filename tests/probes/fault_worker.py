@@ -49,6 +49,41 @@ def meet(folder: Path, num: int, patience_s: float) -> None:
         time.sleep(0.01)
 
 
+def fail_as(fault: str) -> None:
+    """What needs nothing of the request."""
+    if fault == "hang":
+        time.sleep(600)
+    elif fault == "hang-in-c":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        ctypes.CDLL(None).sleep(600)
+    elif fault == "segv":
+        ctypes.string_at(0)
+    elif fault == "abort":
+        os.abort()
+    elif fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "memory":
+        child.limit_cpu_memory(64 << 20)
+        len(bytearray(512 << 20))
+    elif fault == "bitsandbytes-oom":
+        print("Error out of memory at line 12 in file ops.cu", flush=True)
+        os._exit(1)
+    elif fault in ("exit", "silent"):
+        os._exit({"exit": 3, "silent": 0}[fault])
+    elif fault in ERRORS:
+        raise ERRORS[fault]
+
+
+ERRORS = {
+    "illegal": RuntimeError(
+        "CUDA error: an illegal memory access was encountered\nout of memory may be reported later"
+    ),
+    "no-driver": MachineFault("torch 2.11 finds no usable driver"),
+    "unsupported": NotImplementedError("no such kernel"),
+    "bug": KeyError("a bug of ours"),
+}
+
+
 def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
     """Does what `config["fault"]` names."""
     fault = request.config.get("fault", "ok")
@@ -67,41 +102,12 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
         while not Path(request.config["turn"]).exists():
             time.sleep(0.01)
         status.waiting(False)
-    elif fault == "hang":
-        time.sleep(600)
-    elif fault == "hang-in-c":
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-        ctypes.CDLL(None).sleep(600)
-    elif fault == "segv":
-        ctypes.string_at(0)
-    elif fault == "abort":
-        os.abort()
-    elif fault == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "memory":
-        child.limit_cpu_memory(64 << 20)
-        return measured(request, step_s=float(len(bytearray(512 << 20))))
-    elif fault == "illegal":
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nout of memory may be reported later")
-    elif fault == "bitsandbytes-oom":
-        print("Error out of memory at line 12 in file ops.cu", flush=True)
-        os._exit(1)
-    elif fault == "exit":
-        os._exit(3)
-    elif fault == "silent":
-        os._exit(0)
     elif fault == "starting":
         status.starting(True)
         status.progress("importing")
         while not Path(request.config["go"]).exists():
             time.sleep(0.01)
         status.starting(False)
-    elif fault == "no-driver":
-        raise MachineFault("torch 2.11 finds no usable driver")
-    elif fault == "unsupported":
-        raise NotImplementedError("no such kernel")
-    elif fault == "bug":
-        raise KeyError("a bug of ours")
     elif fault == "grandchild":
         grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(request.config["pid_file"]).write_text(str(grandchild.pid))
@@ -118,6 +124,7 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
         for _ in range(1024):  # more than any limit that a test sets; not the disk, however late the runner looks
             os.write(1, b"x" * 65536 + b"\n")
         time.sleep(600)
+    fail_as(fault)
     return measured(request)
 
 

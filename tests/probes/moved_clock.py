@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,24 @@ from probes.gpu import watch
 
 PATIENCE_S = 600.0
 """What takes this long hangs; alone a job of stand-in workers takes a second."""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a dead one whose new parent has not collected it yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def becomes(is_so: Callable[[], bool], within_s: float = PATIENCE_S) -> bool:
+    """Waits for something to become so; whether it did."""
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 class Clock:

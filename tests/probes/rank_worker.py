@@ -2,17 +2,16 @@
 `probes.gpu.worker` main under the real torchrun agent. No torch but where ranks truly meet ("meets-...")."""
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # a probe's Python looks neither here nor in the working directory
 
-from fault_worker import measured
+from fault_worker import fail_as, measured
 
 from planner.setup.codec import Outcome
-from probes.gpu import child, worker
+from probes.gpu import worker
 from probes.gpu.child import StatusPipe
 from probes.gpu.ranks import rank_info_of
 from probes.gpu.request import ProbeRequest
@@ -33,21 +32,7 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
         return meet(request, fault)
     if fault == "waits":
         time.sleep(600)
-    elif fault == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif fault == "abort":
-        os.abort()
-    elif fault == "memory":
-        child.limit_cpu_memory(64 << 20)
-        return measured(request, step_s=float(len(bytearray(512 << 20))))
-    elif fault == "unsupported":
-        raise NotImplementedError("no such kernel")
-    elif fault == "bug":
-        raise KeyError("a bug of ours")
-    elif fault == "exit":
-        os._exit(3)
-    elif fault == "silent":
-        os._exit(0)
+    fail_as(fault)
     return measured(request)
 
 

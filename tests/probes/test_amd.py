@@ -19,8 +19,7 @@ from probes.gpu.device import clean_lease
 from probes.gpu.environment import device_status, read_environment
 from probes.gpu.executors import local_devices
 from probes.gpu.failures import classify_exception
-from probes.gpu.kernels import attention_backend
-from probes.gpu.meters import CudaMeter
+from probes.gpu.meters import CudaMeter, attention_backend
 from probes.gpu.topology import topology
 from tests.fake_amdsmi import Card, amdsmi_module
 

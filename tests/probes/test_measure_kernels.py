@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from probes.gpu.kernels import KEPT, attention_backend, kernels_of_step
+from probes.gpu.meters import KEPT, attention_backend, kernels_of_step
 
 NAMES = {
     "cudnn": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_kernel0_0",

@@ -1,12 +1,12 @@
 """Executors, `evaluate` and confirmation: what is known, several devices, cluster jobs, promises."""
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from moved_clock import PATIENCE_S, becomes
 
 from planner.core.errors import EnvironmentProblem
 from planner.models.spec import ModelSpec
@@ -23,15 +23,6 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parent.parent.parent
 ARGV = (sys.executable, str(Path(__file__).with_name("fault_worker.py")))
-PATIENCE_S = 600.0
-"""What takes this long hangs; a probe of the stand-in worker takes a tenth of a second."""
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.01)
 
 
 def model(name: str = "tiny", **config: Any) -> ModelSpec:
@@ -129,7 +120,7 @@ def test_closing_an_executor_kills_what_runs(tmp_path: Path) -> None:
     executor = local(tmp_path)
     pid = tmp_path / "pid"
     future = prober(tmp_path, executor, model(fault="hang", pid_file=str(pid))).submit(TrainSetup())
-    wait_for(pid)  # it hangs for ten minutes from here
+    assert becomes(pid.exists)  # it hangs for ten minutes from here
     executor.close()
     with pytest.raises(ProbeStopped):
         future.result()

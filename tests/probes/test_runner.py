@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from moved_clock import PATIENCE_S, Clock, clock
+from moved_clock import PATIENCE_S, Clock, alive, becomes, clock
 
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.frameworks.exporters.common import environment
@@ -53,26 +53,13 @@ def failure(
     return outcome
 
 
-def gone(pid: int, within_s: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":  # dead; its new parent has not collected it yet
-            return True
-        time.sleep(0.01)
-    return False
+def gone(pid: int) -> bool:
+    return becomes(lambda: not alive(pid))
 
 
-def wait_for_pid(path: Path, within_s: float = PATIENCE_S) -> int:
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if path.exists() and path.read_text():
-            return int(path.read_text())
-        time.sleep(0.01)
-    raise AssertionError(f"no pid in {path}")
+def wait_for_pid(path: Path) -> int:
+    assert becomes(lambda: path.exists() and bool(path.read_text())), f"no pid in {path}"
+    return int(path.read_text())
 
 
 def test_run_probe_returns_measurement_and_leaves_no_file(tmp_path: Path) -> None:
@@ -168,25 +155,17 @@ def test_child_killed_at_a_random_moment_is_a_crash_and_loses_nothing_else(seed:
     """SIGKILL from outside at a random moment of the child's life: an outcome every time, whole or CRASHED."""
     delay_s = random.Random(seed).uniform(0.0, 0.6)
     pid_file = tmp_path / "pid"
-    killer = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(f"""
-                import os, pathlib, signal, time
-                path = pathlib.Path({str(pid_file)!r})
-                while not path.exists() or not path.read_text():
-                    time.sleep(0.005)
-                time.sleep({delay_s})
-                try:
-                    os.kill(int(path.read_text()), signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-            """),
-        ]
-    )
+
+    def kill() -> None:
+        pid = wait_for_pid(pid_file)
+        time.sleep(delay_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
     outcome = runner.run_probe(request(seconds=0.5, pid_file=str(pid_file)), work_dir=tmp_path, argv=ARGV)
-    killer.wait(PATIENCE_S)
+    killer.join()
     if isinstance(outcome, ProbeFailure):
         assert outcome.kind is FailureKind.CRASHED
         assert "SIGKILL" in outcome.message

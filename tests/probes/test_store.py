@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from fault_worker import measured
+from moved_clock import PATIENCE_S, becomes
 
 from planner.core.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.setup import TrainSetup
@@ -33,8 +34,6 @@ from probes.records import Record, decode_line, encode_line
 from probes.store import Store, StoreWarning
 
 TESTS = Path(__file__).parent
-PATIENCE_S = 600.0
-"""A child that shows nothing for this long hangs."""
 
 
 def request(**changes: object) -> ProbeRequest:
@@ -179,10 +178,8 @@ def test_writers_killed_at_random_moments_lose_at_most_the_line_in_flight(tmp_pa
     rng = random.Random(1)
     for round_ in range(4):
         child = writer(path, f"r{round_}", 100_000)
-        deadline = time.monotonic() + PATIENCE_S
-        while not any(entry.key.startswith(f"r{round_}") for entry in Store(path).records()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        key = f"r{round_}"
+        assert becomes(lambda key=key: any(entry.key.startswith(key) for entry in Store(path).records()))
         time.sleep(rng.uniform(0.0, 0.1))
         child.send_signal(signal.SIGKILL)
         child.wait(PATIENCE_S)

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_worker import measured
 
 from finetune_planner.cli.app import run
 from planner.setup import TrainSetup
 from planner.setup.codec import evidence_to_dict, outcome_from_dict
-from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
+from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.gpu import runner, watch
 from probes.gpu.child import StatusPipe
 from probes.gpu.failures import UnsupportedProbe
@@ -197,19 +198,8 @@ def test_spread_that_no_probe_runs_is_refused_before_anything_starts(
 
 
 def of_rank(peak_bytes: int, **changes: Any) -> Measurement:
-    here = Environment(gpu_name="G", gpu_key=None, driver="", cuda="", python="", platform="", libraries={})
-    values: dict[str, Any] = {
-        "level": Fidelity.PROBE,
-        "peak_allocated_bytes": peak_bytes,
-        "peak_reserved_bytes": peak_bytes,
-        "peak_device_bytes": peak_bytes,
-        "phase_peaks_bytes": {"load": peak_bytes},
-        "step_times_s": (0.5, 0.6),
-        "tokens_per_step": 1000,
-        "layers_measured": (2, 4),
-        "environment": here,
-    }
-    return Measurement(**{**values, **changes})
+    values = {"extrapolation_error_fraction": None, "phase_peaks_bytes": {"load": peak_bytes}, **changes}
+    return replace(measured(asked(setup(num_gpus=1))), peak_device_bytes=peak_bytes, **values)
 
 
 def test_merge_keeps_the_worst_rank_and_every_flag() -> None:
@@ -224,7 +214,7 @@ def test_merge_keeps_the_worst_rank_and_every_flag() -> None:
     assert merged.extrapolation_error_fraction == -0.004
     assert merged.copy_bandwidth_bytes_per_s == 7.0
     assert not merged.device_peak_is_nvml
-    assert merged.step_times_s == (0.5, 0.6)
+    assert merged.step_times_s == two.step_times_s
     assert outcome_from_dict(evidence_to_dict(merged)) == merged
     old = {name: value for name, value in evidence_to_dict(merged).items() if name != "rank_peaks"}
     assert outcome_from_dict(old) == replace(merged, rank_peaks=())  # a record of before there were ranks

@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from moved_clock import PATIENCE_S, Clock, clock
+from moved_clock import PATIENCE_S, Clock, alive, becomes, clock
 
 from planner.core.locks import open_lock, try_lock
 from planner.setup import TrainSetup
@@ -52,20 +51,8 @@ def pids_in(folder: Path) -> set[int]:
     return {int(pid) for path in folder.glob("[0-9]*") for pid in path.read_text().split()}
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def all_gone(pids: set[int], within_s: float = PATIENCE_S) -> bool:
-    deadline = time.monotonic() + within_s
-    while any(alive(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+def all_gone(pids: set[int]) -> bool:
+    return becomes(lambda: not any(alive(pid) for pid in pids))
 
 
 def failure(tmp_path: Path, **changes: Any) -> ProbeFailure:
@@ -169,11 +156,8 @@ def test_killed_runner_takes_agent_and_ranks_along(tmp_path: Path) -> None:
     """)
     parent = subprocess.Popen([sys.executable, "-c", script])
     try:
-        deadline = time.monotonic() + PATIENCE_S
-        while len(pids_in(folder)) < 3:
-            assert time.monotonic() < deadline
-            assert parent.poll() is None
-            time.sleep(0.02)
+        assert becomes(lambda: len(pids_in(folder)) == 3 or parent.poll() is not None)
+        assert parent.poll() is None
     finally:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait(PATIENCE_S)

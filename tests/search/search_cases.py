@@ -20,6 +20,13 @@ ENVIRONMENT = Environment(
 )
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+"""A configuration that a probe builds in no time."""
+
+
 @cache
 def all_candidates(name: str) -> tuple[Candidate, ...]:
     return BY_NAME[name].candidates()

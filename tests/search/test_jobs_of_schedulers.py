@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from search_cases import LLAMA
 
 from tests.whole import some
 
@@ -25,10 +26,6 @@ FIXED = "--device cpu --method full --precision fp32 --no-checkpointing --optimi
 FIXED += " --attention sdpa --attention eager --loss full --loss chunked --seq-len 64 --global-batch 4 --no-dry-run"
 FIXED += " --max-probes 5 --budget 10h --json=full"
 """Eight setups; tools/faults.py answers their probes from a table."""
-LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 512,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
 
 
 def workers_of(scheduler: str) -> list[tuple[list[str], dict[str, str]]]:

@@ -50,10 +50,10 @@ class Counting:
         return self._evaluate(setup)
 
 
-def truth(candidates: tuple[Candidate, ...]) -> Callable[[TrainSetup], Evidence]:
-    """An evaluator for which the formula is exact."""
+def truth(candidates: tuple[Candidate, ...], **errors: float) -> Callable[[TrainSetup], Evidence]:
+    """An evaluator for which the formula is exact, or off by these logarithms."""
     by_setup = {candidate.setup: candidate for candidate in candidates}
-    return lambda setup: exact(by_setup[setup])
+    return lambda setup: exact(by_setup[setup], **errors)
 
 
 def gpu(seed: int = 1, name: str = "8b-80g") -> SyntheticGpu:
@@ -75,10 +75,10 @@ def test_a_spoiled_speed_never_wins_and_teaches_nothing(flag: str) -> None:
     """Before: a setup measured at four times its speed with a stand-in for its loss won, and fed the corrections."""
     candidates = small_candidates()
     plan = next(c.setup for c in candidates if c.fits)
-    by_setup = {candidate.setup: candidate for candidate in candidates}
 
     def evaluate(setup: TrainSetup) -> Evidence:
-        measured = exact(by_setup[setup])
+        measured = truth(candidates)(setup)
+        assert isinstance(measured, Measurement)
         faster = replace(measured, step_times_s=tuple(time / 4 for time in measured.step_times_s), flags=(flag,))
         return faster if setup == plan else measured
 
@@ -304,18 +304,9 @@ def test_adding_memory_never_gives_a_slower_plan(seed: int, low: float, more: fl
     """What was measured under the smaller budget is known under the larger one and still fits: in one study, always."""
     directory = empty_study(tmp_path_factory.mktemp("study"))  # type: ignore[attr-defined]
     machine = gpu(seed)
-    small = search(
-        Problem(candidates=with_budget(small_candidates(), low)),
-        machine,
-        storage=directory,
-        budget=Budget(max_probes=5),
-    )
-    large = search(
-        Problem(candidates=with_budget(small_candidates(), low + more)),
-        machine,
-        storage=directory,
-        budget=Budget(max_probes=10),
-    )
+    sized = [Problem(candidates=with_budget(small_candidates(), size)) for size in (low, low + more)]
+    small = search(sized[0], machine, storage=directory, budget=Budget(max_probes=5))
+    large = search(sized[1], machine, storage=directory, budget=Budget(max_probes=10))
     if small.best is not None:
         assert large.best is not None
         assert large.best.tokens_per_s >= small.best.tokens_per_s
@@ -412,13 +403,9 @@ def test_the_recommendation_meets_every_wish(
 @pytest.mark.parametrize("excess", [0.001, 0.05])
 def test_what_ran_but_needs_more_than_the_budget_is_not_recommended(excess: float) -> None:
     """The machine has memory for all of it; the fastest that by formula fits needs more than the budget."""
-    by_setup = {candidate.setup: candidate for candidate in small_candidates()}
     tight = max((c for c in small_candidates() if c.fits), key=lambda c: c.formula.peak_device_bytes)
     memory_error = log(tight.budget_bytes / tight.formula.peak_device_bytes) + excess
-
-    def over(setup: TrainSetup) -> Evidence:
-        return exact(by_setup[setup], memory_error=memory_error)
-
+    over = truth(small_candidates(), memory_error=memory_error)
     alone = search(problem(), over, plan=tight.setup, budget=Budget(max_probes=1))
     assert [trial.setup for trial in alone.trials if trial.probed] == [tight.setup]
     assert alone.best is None
@@ -430,10 +417,9 @@ def test_what_ran_but_needs_more_than_the_budget_is_not_recommended(excess: floa
 
 
 def test_what_is_slower_than_the_floor_is_not_recommended() -> None:
-    by_setup = {candidate.setup: candidate for candidate in small_candidates()}
     floor = 0.5 * max(c.tokens_per_s for c in small_candidates() if c.fits)
     floored = problem(objective="memory", min_tokens_per_s=floor)
-    result = search(floored, lambda setup: exact(by_setup[setup], speed_error=-3.0), budget=Budget(max_probes=3))
+    result = search(floored, truth(small_candidates(), speed_error=-3.0), budget=Budget(max_probes=3))
     assert result.num_probes == 3
     assert result.best is None
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from light_ranks import MAX_PROBES
-from search_cases import make_old
+from search_cases import LLAMA, make_old
+
+from tests.probes.moved_clock import alive
 
 pytestmark = pytest.mark.processes
 
@@ -18,16 +20,6 @@ PROGRAM = Path(__file__).with_name("light_ranks.py")
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 600.0
 """What shows nothing for this long hangs."""
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-}
 
 
 def command(python: str | Path, model: Path, folder: Path) -> "subprocess.Popen[str]":
@@ -41,13 +33,6 @@ def starts(folder: Path) -> list[tuple[int, str]]:
     log = folder / "log"
     lines = log.read_text().splitlines() if log.exists() else []
     return [(int(pid), key) for _, pid, key in (line.split(" ", 2) for line in lines)]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def until(is_so: Callable[[], bool], what: str, running: "subprocess.Popen[str] | None" = None) -> None:

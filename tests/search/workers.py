@@ -43,16 +43,7 @@ class Workers:
         self._num_started += 1
         name = str(self._num_started)
         process = subprocess.Popen(
-            [
-                self._python,
-                str(PROGRAM),
-                name,
-                self.storage,
-                str(self.log),
-                str(self.gates),
-                str(max_probes),
-                str(margin),
-            ],
+            [self._python, *map(str, (PROGRAM, name, self.storage, self.log, self.gates, max_probes, margin))],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,7 +1,5 @@
 """The phantom GPU: devices, memory, values and refusals, in this process."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.utils._device as device_context
@@ -15,15 +13,9 @@ from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
 from probes.phantom.steps import Done
 from probes.phantom.summary import summary
+from tests.probes.phantom.conftest import CARD
 
-CARD = card_of(find_gpu("rtx-4090"))
 WORKSPACE = 8320 * 1024  # of cuBLAS, one for the forward's thread and one for the backward's
-
-
-@pytest.fixture
-def phantom() -> Iterator[Phantom]:
-    with phantom_gpu(CARD) as virtual_gpu:
-        yield virtual_gpu
 
 
 def test_tensors_say_that_they_are_on_the_card(phantom: Phantom) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.trace_published import RUNS, traced
 from finetune_planner.cli.app import run
 from planner.core.units import GIB, MIB
-from planner.hardware.gpus import find_gpu
 from probes.allocator import Alloc, Event, Free
-from probes.phantom.card import card_of
 from probes.phantom.cuda import Refused
 from probes.phantom.failures import error_text, status_of
 from probes.phantom.images import processor_for
@@ -25,16 +23,10 @@ from probes.phantom.loading import _all_on_the_gpu, _mirrored
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
 from probes.phantom.texts import clip, columns_of, whispers_processor
+from tests.probes.phantom.conftest import CARD
 from tests.whole import WHOLE, these
 
-CARD = card_of(find_gpu("rtx-4090"))
 WORKSPACE = 8320 * 1024  # of cuBLAS, one for the forward's thread and one for the backward's
-
-
-@pytest.fixture
-def phantom() -> Iterator[Phantom]:
-    with phantom_gpu(CARD) as virtual_gpu:
-        yield virtual_gpu
 
 
 def test_inference_mode_counts_what_composite_operators_allocate(phantom: Phantom) -> None:

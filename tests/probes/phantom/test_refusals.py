@@ -1,7 +1,6 @@
 """What the phantom GPU refuses by name, and whose failure a failure is."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,21 +8,11 @@ import torch
 from torch import distributed, nn
 
 from planner.core.units import MIB
-from planner.hardware.gpus import find_gpu
-from probes.phantom.card import card_of
-from probes.phantom.compiled import EAGER
 from probes.phantom.cuda import Refused
 from probes.phantom.failures import error_text, status_of
 from probes.phantom.mode import Phantom
-from probes.phantom.session import phantom_gpu
-
-CARD = card_of(find_gpu("rtx-4090"))
-
-
-@pytest.fixture
-def phantom() -> Iterator[Phantom]:
-    with phantom_gpu(CARD) as virtual_gpu:
-        yield virtual_gpu
+from probes.phantom.session import EAGER, phantom_gpu
+from tests.probes.phantom.conftest import CARD
 
 
 def test_what_splits_a_model_otherwise_than_fsdp2_is_refused(phantom: Phantom) -> None:

@@ -1,6 +1,5 @@
 """What programs do around their steps: resume, build on a device of their choice, evaluate."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,20 +10,11 @@ import torch
 from torch import nn
 
 from planner.core.units import MIB
-from planner.hardware.gpus import find_gpu
-from probes.phantom.card import card_of
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
 from probes.phantom.steps import parts_of
 from probes.phantom.summary import IDLE, summary
-
-CARD = card_of(find_gpu("rtx-4090"))
-
-
-@pytest.fixture
-def phantom() -> Iterator[Phantom]:
-    with phantom_gpu(CARD) as virtual_gpu:
-        yield virtual_gpu
+from tests.probes.phantom.conftest import CARD
 
 
 def passed(model: nn.Module, rows: torch.Tensor) -> None:
