@@ -147,7 +147,6 @@ def choose(
 
 
 def _rate(setup: TrainSetup, num_params: int | None, samples_per_seq: float) -> tuple[float, str]:
-    """The learning rate by the rules above, and its factors in words."""
     objective, rule = setup.objective_spec, OPTIMIZERS[setup.optimizer].rate_rule
     rate, why = BASE_LEARNING_RATE, [f"{BASE_LEARNING_RATE:g} (Adam, full)"]
     for applies, factor, reason in (

@@ -157,47 +157,33 @@ class FullLoss(Loss):
 
     def memory(self, shape: LossShape) -> LossChain:
         elements, logit = shape.tokens * shape.vocab_size, shape.logit_bytes
-        softcap_bytes = logit * elements if shape.softcap else 0
         wide = 4 if shape.upcast else logit
         # without a 16-bit type the fp32 "copy" is the logits themselves
         copy = wide * elements if wide != logit else 0
-        extra_bytes = softcap_bytes + shape.cast_bytes
-        kept_bytes = (wide if shape.widened or shape.upcast_early else logit) * elements if shape.kept else 0
+        extra_bytes = (logit * elements if shape.softcap else 0) + shape.cast_bytes
         if shape.cut:
             return _cut(shape, extra_bytes)
-        if shape.in_place:
-            if not shape.shifted:
-                there = logit * elements + extra_bytes
-                return LossChain(loss_bytes=there, backward_bytes=there, kept_bytes=kept_bytes)
+        logits_bytes = logit * elements
+        if shape.in_place and not shape.shifted:
+            forward, backward, logits_bytes = logits_bytes, logits_bytes, 0
+        elif shape.in_place:
             narrow = 0 if shape.upcast_early else logit  # what the model's own forward still holds
-            return LossChain(
-                loss_bytes=(4 + 4 * shape.copies_shifted + narrow) * elements + extra_bytes,
-                backward_bytes=8 * elements + extra_bytes,  # the gradient over the copy, and padded
-                logits_bytes=logit * elements,
-                kept_bytes=kept_bytes,
-            )
-        if shape.compiled:
-            return LossChain(
-                loss_bytes=logit * elements + extra_bytes,
-                backward_bytes=logit * elements + extra_bytes,
-                logits_bytes=logit * elements // shape.chunks,
-                kept_bytes=kept_bytes,
-            )
-        if shape.narrow:  # logits, log-softmax and its fp32 copy; behind autocast the outputs' fp32 copy too
+            forward = (4 + 4 * shape.copies_shifted + narrow) * elements
+            backward = 8 * elements  # the gradient over the copy, and padded
+        elif shape.compiled:
+            forward, backward, logits_bytes = logits_bytes, logits_bytes, logits_bytes // shape.chunks
+        elif shape.narrow:  # logits, log-softmax and its fp32 copy; behind autocast the outputs' fp32 copy too
             there = 2 * logit + 4
-            backward = max(there + 4 * shape.widened, logit + 8)
-            return LossChain(
-                loss_bytes=there * elements + extra_bytes,
-                backward_bytes=backward * elements + extra_bytes,
-                logits_bytes=logit * elements,
-                kept_bytes=kept_bytes,
-            )
-        there = (0 if shape.upcast_early and copy else logit) * elements + wide * elements * shape.copies_shifted
+            forward, backward = there * elements, max(there + 4 * shape.widened, logit + 8) * elements
+        else:
+            there = (0 if shape.upcast_early and copy else logit) * elements + wide * elements * shape.copies_shifted
+            forward = there + copy // shape.chunks + wide * elements
+            backward = wide * elements + 2 * wide * elements // shape.chunks
         return LossChain(
-            loss_bytes=there + copy // shape.chunks + wide * elements + extra_bytes,
-            backward_bytes=wide * elements + 2 * wide * elements // shape.chunks + extra_bytes,
-            logits_bytes=logit * elements,
-            kept_bytes=kept_bytes,
+            loss_bytes=forward + extra_bytes,
+            backward_bytes=backward + extra_bytes,
+            logits_bytes=logits_bytes,
+            kept_bytes=(wide if shape.widened or shape.upcast_early else logit) * elements if shape.kept else 0,
         )
 
     def tiling(self, tokens: int, vocab_size: int, hidden_size: int) -> Tiling:

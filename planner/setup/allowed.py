@@ -31,7 +31,6 @@ _NO_LAYOUT = _layout_values(SetupValues)
 
 
 def _check_degrees(setup: SetupValues) -> None:
-    """Over how many GPUs, cut how."""
     for name in SPLIT_DEGREES:
         count(name, getattr(setup, name), at_least=1)
     count("shard_degree", setup.shard_degree, at_least=0)
@@ -108,7 +107,6 @@ def _check_experts(setup: SetupValues) -> None:
 
 
 def _check_sharing(setup: SetupValues) -> None:
-    """What the copies share, and what does not go with it."""
     split = setup.tensor_degree * setup.pipeline_degree
     if setup.quantize_experts and setup.parallel != "ddp":
         raise SetupError("quantize_experts is planned for one GPU or ddp")
@@ -260,7 +258,6 @@ def check(setup: SetupValues) -> None:
 
 
 def _check_partial(setup: SetupValues) -> None:
-    """Layers that train alone."""
     trained = setup.trained_layers
     numbers = trained if isinstance(trained, tuple) else ()
     counted = all(type(number) is int and number >= 0 for number in numbers) and list(numbers) == sorted(set(numbers))
@@ -281,7 +278,6 @@ def _check_partial(setup: SetupValues) -> None:
 
 
 def _check_values(setup: SetupValues) -> None:
-    """Each field by itself."""
     if setup.adapter not in _ADAPTERS and (refused := refusal(str(setup.adapter))):
         raise SetupError(f"adapter {setup.adapter!r} is not planned: {refused}")
     values = setup.__dict__  # hundreds of setups of a plan are checked
@@ -310,7 +306,6 @@ def _check_values(setup: SetupValues) -> None:
 
 
 def _check_base(setup: SetupValues) -> None:
-    """What concerns full fine-tuning and adapters alike."""
     if setup.activation_offload and not setup.checkpointing:
         raise SetupError(
             "activation_offload moves the inputs of checkpointed layers, got checkpointing off",
@@ -415,7 +410,6 @@ def _check_adapter(setup: SetupValues) -> None:
 
 
 def _check_kind(setup: SetupValues) -> None:
-    """What another adapter than LoRA needs."""
     row = _ADAPTERS[setup.adapter]
     if row.size and setup.lora_rank < 1:
         raise SetupError(f"adapter {row.name!r} needs a {row.size} of at least 1, got {setup.lora_rank}")
@@ -463,7 +457,6 @@ def _check_kind(setup: SetupValues) -> None:
 
 
 def _check_objective(setup: SetupValues) -> None:
-    """What another objective than supervised training leaves of the other fields."""
     row = setup.objective_spec
     if setup.loss not in row.losses:
         raise SetupError(
@@ -488,7 +481,6 @@ def _check_objective(setup: SetupValues) -> None:
 
 
 def _check_rollout(setup: SetupValues, rolls: Rollout) -> None:
-    """How completions are generated, beside how they are trained on."""
     if rolls.completion_tokens >= setup.seq_len_tokens:
         raise SetupError(
             f"completions of {rolls.completion_tokens} tokens leave no room for a prompt in {setup.seq_len_tokens}",

@@ -99,7 +99,6 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
 
 
 def _check_types(clean: Mapping[str, Any]) -> None:
-    """Raises: SetupError: a value of the wrong type."""
     for name, value in clean.items():
         if name in ("rollout", "images"):
             continue

@@ -1,4 +1,9 @@
-"""Launch files: one module per target tool. Pure: request in, text out, the same text for the same request."""
+"""Launch files: one module per target tool. Pure: request in, text out, the same text for the same request.
+
+Each module has `refusal(setup, model)`: why the tool cannot run a setup, "" when it can (or the model is not known);
+`differences(setup)`: the settings that it runs otherwise than the setup says; `export(request, differences)`: its
+files; `VALIDATED_WITH`: the versions that took such files.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -41,7 +41,6 @@ def command(request: ExportRequest, script: str, folder: str, *, rendezvous: boo
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why Accelerate's config alone cannot spread this setup, "" when it can."""
     # it starts the plain script, or TRL
     return (
         family_refusal(setup, TARGET)
@@ -51,7 +50,6 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that run otherwise than the setup says: DeepSpeed's."""
     return deepspeed.differences(setup)
 
 

@@ -20,7 +20,6 @@ VALIDATED_WITH = {"axolotl": "0.21.0", "transformers": "5.20.1", "peft": "0.21.2
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that Axolotl runs otherwise than the setup says."""
     by_deepspeed, dpo = deepspeed.differences(setup), setup.objective == "dpo"
     every_layer = setup.checkpointing > 1 and setup.parallel == "fsdp2"
     narrow = setup.precision if by_deepspeed else common.narrow(setup.precision)
@@ -50,7 +49,6 @@ def _adapter_dtype(setup: TrainSetup) -> str:
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why Axolotl cannot run this setup, "" when it can."""
     if reason := several_gpus.tensor_refusal(setup, "Axolotl"):
         return reason
     if setup.expert_degree > 1:

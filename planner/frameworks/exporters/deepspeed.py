@@ -41,7 +41,6 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why DeepSpeed cannot shard this setup, "" when it can."""
     if reason := split_refusal(setup, "DeepSpeed's JSON") or sharding_refusal(setup, model):
         return reason
     return "" if setup.parallel in STAGES else "DeepSpeed shards with ZeRO 1 to 3 on several GPUs; this setup does not"

@@ -24,7 +24,6 @@ VALIDATED_WITH = {
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that the plain Trainer runs otherwise than the setup says."""
     loss = "liger" if setup.loss == "chunked" else setup.loss
     runs: dict[str, tuple[object, str]] = {
         "loss": (loss, "transformers has no chunked loss; Liger's fused linear cross-entropy holds no logits either"),
@@ -37,7 +36,6 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why the script cannot run this setup, "" when it can."""
     if reason := several_gpus.tensor_refusal(setup, "the Trainer") or several_gpus.context_refusal(
         setup, "the Trainer", ring=True, ulysses=True
     ):
@@ -125,7 +123,12 @@ def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
     if setup.parallel == "dp":
         parts.append("\n" + constant("PARALLEL", "dp", "nn.DataParallel: one process drives all GPUs"))
     if not scored:
-        parts.append("\n" + (CUT if setup.context_degree > 1 else PADDED) + "\n" + PACKED * setup.packing)
+        parts.append(
+            "\n"
+            + (CUT if setup.context_degree > 1 else PADDED).replace("FILLED", FILLED)
+            + "\n"
+            + PACKED * setup.packing
+        )
         parts.append("\n\nrows = load_dataset(DATASET)\n")
         if setup.packing:
             packed = 'pack, batched=True, batch_size=None, remove_columns=["attention_mask"]'
@@ -403,15 +406,17 @@ rows = rows.filter(lambda labels: len(labels) <= MAX_LENGTH + 1, input_columns="
 START = model.config.decoder_start_token_id
 '''
 
-PADDED = '''
-def collate(samples):
-    """Pads to the longest sample of the batch; the loss skips padding, and questions where it is on answers alone."""
-    longest = min(MAX_LENGTH, max(len(sample["input_ids"]) for sample in samples))
+FILLED = """\
     ids, labels = (
         [sample[name][:longest] + [fill] * (longest - len(sample[name])) for sample in samples]
         for name, fill in (("input_ids", tokenizer.pad_token_id), ("labels", -100))
     )
-    mask = [[int(place < len(sample["input_ids"])) for place in range(longest)] for sample in samples]
+"""
+PADDED = '''
+def collate(samples):
+    """Pads to the longest sample of the batch; the loss skips padding, and questions where it is on answers alone."""
+    longest = min(MAX_LENGTH, max(len(sample["input_ids"]) for sample in samples))
+FILLED    mask = [[int(place < len(sample["input_ids"])) for place in range(longest)] for sample in samples]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask), "labels": torch.tensor(labels)}
 '''
 
@@ -419,11 +424,7 @@ CUT = '''
 def collate(samples):
     """Pads to the longest sample of the batch, up to a length that can be cut over the GPUs; the loss skips padding."""
     longest = -(-min(MAX_LENGTH, max(len(sample["input_ids"]) for sample in samples)) // PIECES) * PIECES
-    ids, labels = (
-        [sample[name][:longest] + [fill] * (longest - len(sample[name])) for sample in samples]
-        for name, fill in (("input_ids", tokenizer.pad_token_id), ("labels", -100))
-    )
-    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels),
+FILLED    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels),
             "position_ids": torch.arange(longest).repeat(len(samples), 1)}
 '''
 """No attention mask: what is cut attends causally, and padding comes last."""

@@ -144,7 +144,6 @@ def job_files(names: Sequence[str], launch: Launch, request: ExportRequest) -> d
 
 
 def _host_gib(request: ExportRequest) -> int:
-    """Host memory to ask for on each node."""
     offloaded = 0
     if request.model is not None:
         offloaded = host_bytes_per_node(request.model, request.setup, request.num_nodes)

@@ -27,7 +27,6 @@ LIGER_TYPES = frozenset({
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that LLaMA-Factory runs otherwise than the setup says."""
     with_liger = (
         setup.objective_spec.supervised and setup.loss != "full" and setup.kernels == "eager" and setup.images is None
     )
@@ -87,7 +86,6 @@ def _loss_run(setup: TrainSetup) -> tuple[str, str]:
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why LLaMA-Factory cannot run this setup, "" when it can."""
     if setup.activation_offload and setup.parallel == "fsdp2":
         return "LLaMA-Factory's own offloading of checkpoints was not read beside FSDP2: plan with --target trl"
     if reason := split_refusal(setup, "LLaMA-Factory"):

@@ -23,7 +23,6 @@ OPTIMIZERS = {"adamw": "adamw", "adamw-8bit": "adamw_8bit"}
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that it runs otherwise than the setup says."""
     quantization = "nf4-double" if setup.quantization == "nf4" else setup.quantization
     runs = {
         "precision": ("bf16-pure", "Loggetta computes in bf16, without autocast"),
@@ -43,7 +42,6 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why Loggetta cannot run this setup, "" when it can."""
     if not setup.single_gpu:
         return "Loggetta trains on one GPU"
     if setup.method == "full" or setup.adapter != "lora" or setup.lora_dropout:

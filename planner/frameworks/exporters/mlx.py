@@ -27,7 +27,6 @@ TYPES = frozenset({
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that MLX-LM runs otherwise than the setup says."""
     runs: dict[str, tuple[object, str]] = {
         "loss": ("full", "MLX-LM computes the logits in full"),
         "kernels": ("eager", "MLX has kernels of its own"),
@@ -56,7 +55,6 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why MLX-LM cannot run this setup, "" when it can."""
     if not setup.single_gpu:
         return "the MLX-LM config is written for one GPU"
     if setup.quantization == "int8":

@@ -20,12 +20,10 @@ MIXED_IN = ("low-rank", "scales", "rotations")
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that its Trainer, which is transformers', runs otherwise than the setup says."""
     return tuple(difference for difference in hf.differences(setup) if difference.field == "selective_checkpointing")
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why the program cannot run this setup, "" when it can."""
     if setup.method != "full" and setup.kind.form not in MIXED_IN:
         return f"{setup.kind.title} ({setup.kind.what}) is no adapter that add_adapter puts into a model"
     if setup.kbit_fp32_cast:

@@ -49,7 +49,6 @@ def flavor(model: ModelSpec | None) -> str:
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that torchtitan runs otherwise than the setup says."""
     mixed = "bf16-mixed" if setup.precision == "bf16-autocast" else setup.precision
     runs: dict[str, tuple[object, str]] = {
         "precision": (mixed, "torchtitan holds fp32 weights under mixed precision"),
@@ -63,7 +62,6 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why torchtitan cannot run this setup, "" when it can."""
     if setup.num_gpus == 1:
         return "the torchtitan config is written for several GPUs"
     if not flavor(model):

@@ -41,7 +41,6 @@ def builder(model: ModelSpec | None) -> str:
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that the recipe runs otherwise than the setup says."""
     runs: dict[str, tuple[object, str]] = {
         "checkpointing": (int(setup.checkpointing > 0), "the recipe checkpoints every layer or none"),
         "precision": ("bf16-pure", "the recipe has one type for weights, gradients and states"),
@@ -56,7 +55,6 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why the recipe cannot run this setup, "" when it can."""
     if not setup.single_gpu:
         return "this recipe of torchtune's trains on one GPU"
     if setup.method != "full" or setup.trained_layers:
@@ -88,7 +86,6 @@ def _part(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def _model(request: ExportRequest) -> dict[str, Any]:
-    """The model's sizes, as its builder takes them."""
     model, setup = request.model, request.setup
     assert model is not None
     config = model.config

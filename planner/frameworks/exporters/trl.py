@@ -34,7 +34,6 @@ OLDER_NAMES = (
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that `trl sft` runs otherwise than the setup says."""
     objective, adapters = setup.objective_spec, ("fp32", "peft holds adapters in fp32")
     if setup.method == "qlora":
         adapters = ("bf16", "TRL casts the adapters of a quantized base to bf16")
@@ -76,7 +75,6 @@ def file_of(setup: TrainSetup) -> str:
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why `trl sft` cannot run this setup, "" when it can."""
     tool = "trl sft"
     if reason := several_gpus.tensor_refusal(setup, tool) or several_gpus.context_refusal(setup, tool, ring=True):
         return reason
@@ -252,7 +250,6 @@ def _lengths(setup: TrainSetup) -> list[Line | None]:
 
 
 def _objective(setup: TrainSetup) -> list[Section]:
-    """What the objective's own trainer is told."""
     if setup.objective_spec.rolls_out:
         return _rollout(setup)
     beta = Line("beta", 0.1, "TRL's default: how far the policy may leave the reference")

@@ -3,6 +3,7 @@
 from planner.frameworks.exporters import chat, common
 from planner.frameworks.exporters.text import Code, Line, call, setting_line, shown_path
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
+from planner.frameworks.tools.transformers import DTYPES
 from planner.frameworks.tools.unsloth import SCRIPT, own_kernels
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
@@ -15,7 +16,6 @@ VALIDATED_WITH = {"unsloth": "2026.10.9", "trl": "1.15.0", "transformers": "5.17
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    """Settings that Unsloth runs otherwise than the setup says."""
     kernels = own_kernels({name: getattr(setup, name) for name in setup.__dataclass_fields__})
     runs: dict[str, tuple[object, str]] = {
         "loss": ("chunked", "Unsloth computes the loss in chunks by its own kernel"),
@@ -39,7 +39,6 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    """Why the Unsloth script cannot run this setup, "" when it can."""
     if not setup.single_gpu:
         return "the Unsloth script is written for one GPU"
     if setup.precision == "bf16-pure" and setup.method != "full":
@@ -69,10 +68,8 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",
     )
     setup = request.setup
-    parts = ["\nimport os\n\n"]
-    parts += [
-        f'os.environ.setdefault("{name}", "{value}")\n' for name, value in common.environment(request.gpu).items()
-    ]
+    parts, env = ["\nimport os\n\n"], common.environment(request.gpu)
+    parts += [f'os.environ.setdefault("{name}", "{value}")\n' for name, value in env.items()]
     parts.append("\nfrom unsloth import FastLanguageModel  # before trl and transformers: it patches them\n\n")
     parts.append("import torch\nfrom datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n\n")
     parts.append(common.data_constants(request, TARGET) + "\n" + _model(request) + chat.FALLBACK)
@@ -85,14 +82,13 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     return Draft(title="Unsloth", main=main, command=f"python launch/{FILE}", notes=notes)
 
 
-def _checkpointing(setup: TrainSetup) -> bool | str:
+def checkpointing_line(setup: TrainSetup) -> Line:
     """Unsloth's own form keeps the checkpoints in host memory."""
-    return "unsloth" if setup.activation_offload else setup.checkpointing > 0
+    return Line("use_gradient_checkpointing", "unsloth" if setup.activation_offload else setup.checkpointing > 0)
 
 
 def _model(request: ExportRequest) -> str:
     setup = request.setup
-    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[setup.compute_dtype]
     full = setup.method == "full"
     return call(
         "model, tokenizer",
@@ -100,13 +96,13 @@ def _model(request: ExportRequest) -> str:
         [
             Line("model_name", Code("MODEL")),
             Line("max_seq_length", setup.seq_len_tokens),
-            Line("dtype", Code(f"torch.{dtype}")),
+            Line("dtype", Code(f"torch.{DTYPES[setup.compute_dtype]}")),
             Line("load_in_4bit", setup.four_bit),
             Line("load_in_8bit", setup.quantization == "int8"),
             Line("load_in_16bit", setup.method == "lora"),
             Line("full_finetuning", full),
             Line("float32_mixed_precision", setup.precision == "bf16-mixed", "fp32 weights") if full else None,
-            Line("use_gradient_checkpointing", _checkpointing(setup)),
+            checkpointing_line(setup),
         ],
     )
 
@@ -134,7 +130,7 @@ def _adapters(request: ExportRequest) -> str:
             common.tuned("lora_alpha", hyper, "lora_alpha"),
             Line("lora_dropout", setup.lora_dropout),
             Line("bias", "none"),
-            Line("use_gradient_checkpointing", _checkpointing(setup)),
+            checkpointing_line(setup),
             Line("random_state", hyper.seed),
         ],
         first="model",
