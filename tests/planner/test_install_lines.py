@@ -73,17 +73,9 @@ def unlike() -> list[TrainSetup]:
     seen: Counter[tuple[object, ...]] = Counter()
     selected = []
     for setup in (*setups(), *EMBEDDINGS):
-        row = OPTIMIZERS[setup.optimizer]
-        key = (
-            setup.objective == "embedding",
-            setup.quantized,
-            row.bitsandbytes,
-            setup.zero,
-            setup.loss,
-            setup.kernels,
-            setup.attention,
-            setup.packing,
-        )
+        names = ("quantized", "zero", "loss", "kernels", "attention", "packing")
+        key = (setup.objective == "embedding", OPTIMIZERS[setup.optimizer].bitsandbytes)
+        key += tuple(getattr(setup, name) for name in names)
         seen[key] += 1
         if seen[key] <= 2:
             selected.append(setup)
@@ -140,16 +132,8 @@ def uv(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     executable = str(sibling) if sibling.exists() else shutil.which("uv")
     if executable is None:
         pytest.skip("uv is not here")
-    command = [
-        executable,
-        "pip",
-        "compile",
-        "-",
-        "--quiet",
-        "--no-annotate",
-        "--no-header",
-        "--index-strategy=unsafe-best-match",
-    ]
+    options = "pip compile - --quiet --no-annotate --no-header --index-strategy=unsafe-best-match"
+    command = [executable, *options.split()]
     done = subprocess.run([*command, "--no-deps"], input="packaging", capture_output=True, text=True, timeout=120)
     if done.returncode:
         pytest.skip(f"no package index answers: {done.stderr.strip().splitlines()[-1][:100]}")

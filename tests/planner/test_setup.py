@@ -33,16 +33,9 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", IMPOSSIBLE, ids=str)
 def test_setup_refuses_impossible_combinations(fields: dict[str, Any]) -> None:
-    with pytest.raises(SetupError):
+    with pytest.raises(SetupError) as caught:
         TrainSetup(**fields)
-
-
-def test_setup_adapter_dtype_follows_the_trainer() -> None:
-    """TRL casts adapters of a quantized base to bf16; peft's k-bit preparation leaves them fp32."""
-    assert TrainSetup(method="qlora", quantization="nf4").resolved_adapter_dtype == "bf16"
-    assert TrainSetup(method="qlora", quantization="nf4", kbit_fp32_cast=True).resolved_adapter_dtype == "fp32"
-    assert TrainSetup(method="lora").resolved_adapter_dtype == "fp32"
-    assert TrainSetup(method="lora", adapter_dtype="bf16").resolved_adapter_dtype == "bf16"
+    assert caught.value.hint
 
 
 def test_interchange_example_of_the_readme_round_trips() -> None:
@@ -74,12 +67,6 @@ def test_interchange_defaults_depend_on_the_method() -> None:
     assert setup_from_dict({"method": "full"}).lora_rank == 0
     assert setup_from_dict({"method": "qlora"}).quantization == "nf4-double"
     assert setup_from_dict({"method": "lora", "lora_rank": None}).lora_rank == 16
-
-
-def test_every_refusal_has_a_hint() -> None:
-    with pytest.raises(SetupError) as caught:
-        TrainSetup(lora_dropout=2.0)
-    assert caught.value.hint
 
 
 def test_no_record_of_a_setup_has_more_than_eight_fields() -> None:

@@ -98,11 +98,13 @@ def test_plain_loop_runs_of_an_rtx_4080(row: MeasuredRow) -> None:
 
 
 def test_adapters_follow_the_stack() -> None:
+    """TRL casts adapters of a quantized base to bf16; peft's k-bit preparation leaves them fp32."""
     quantized = {"method": "qlora", "quantization": "nf4"}
     assert {name: by(name, **quantized).resolved_adapter_dtype for name in ("trl", "hf", "litgpt", "torchtune")} == {
         "trl": "bf16", "hf": "fp32", "litgpt": "bf16", "torchtune": "bf16",
     }  # fmt: skip
-    assert by("litgpt").resolved_adapter_dtype == "bf16"
+    assert by("trl", kbit_fp32_cast=True, **quantized).resolved_adapter_dtype == "fp32"
+    assert (by("trl").resolved_adapter_dtype, by("litgpt").resolved_adapter_dtype) == ("fp32", "bf16")
     assert by("hf", adapter_dtype="bf16").resolved_adapter_dtype == "bf16"
     assert by("litgpt", precision="fp16-autocast").resolved_adapter_dtype == "fp32"
 
