@@ -126,8 +126,22 @@ def _sections(request: ExportRequest) -> list[Section]:
     asked_once = Line("precompute_ref_log_probs", True, "the reference is asked once, before the first step")
     beta, precomputed = Line("rl_beta", 0.1, "TRL's default"), asked_once if setup.precomputed_reference else None
     hyper = request.hyper
+    dequantizing = dequantizing_class(request.model)
+    dequantize = Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
+    by_xformers = Line("attn_implementation", "xformers", "for cards before Ampere")
     return [
-        section("model", *_model(request)),
+        section(
+            "model",
+            common.model_line("base_model", request),
+            Line("load_in_8bit", setup.quantization == "int8"),
+            Line("load_in_4bit", setup.four_bit),
+            Line("bnb_config_kwargs", {"bnb_4bit_use_double_quant": False}) if setup.quantization == "nf4" else None,
+            Line("quantize_moe_experts", True, "stacked experts in 4 bits too") if setup.quantize_experts else None,
+            Line("model_quantization_config", dequantizing) if dequantizing else None,
+            dequantize if dequantizing else None,
+            by_xformers if setup.attention == XFORMERS else common.attention_line(request),
+            Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
+        ),
         section("method", *_method(request)),
         *([section("objective", Line("rl", "dpo"), beta, precomputed)] * (setup.objective == "dpo")),
         _datasets(request),
@@ -164,23 +178,6 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("save_total_limit", 1) if request.save else None,
             Line("val_set_size", 0.0),
         ),
-    ]
-
-
-def _model(request: ExportRequest) -> list[Line | None]:
-    setup, dequantizing = request.setup, dequantizing_class(request.model)
-    dequantize = Line("model_quantization_config_kwargs", {"dequantize": True}, "16-bit weights, which train")
-    by_xformers = Line("attn_implementation", "xformers", "for cards before Ampere")
-    return [
-        common.model_line("base_model", request),
-        Line("load_in_8bit", setup.quantization == "int8"),
-        Line("load_in_4bit", setup.four_bit),
-        Line("bnb_config_kwargs", {"bnb_4bit_use_double_quant": False}) if setup.quantization == "nf4" else None,
-        Line("quantize_moe_experts", True, "stacked experts in 4 bits too") if setup.quantize_experts else None,
-        Line("model_quantization_config", dequantizing) if dequantizing else None,
-        dequantize if dequantizing else None,
-        by_xformers if setup.attention == XFORMERS else common.attention_line(request),
-        Line("device_map", "auto", "layers spread over the GPUs") if setup.parallel == "device-map" else None,
     ]
 
 

@@ -110,14 +110,21 @@ def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
         parts.append(f"from peft import {setup.kind.config}, get_peft_model{prepare}{loftq}\n")
     if has_audio(request.model):
         return "".join([*parts, *_on_sound(request, runs)])
-    parts.append(imported(request, _auto_class(setup), "AutoTokenizer", "Trainer", "TrainingArguments"))
+    scored = setup.objective_spec.head == "score"
+    auto = "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM"
+    parts.append(imported(request, auto, "AutoTokenizer", "Trainer", "TrainingArguments"))
     if _ulysses(setup):
         parts.append("from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig\n")
     parts.append("\n" + constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
-    scored = setup.objective_spec.head == "score"
-    parts.append((ROWS + "\n" + LABELLED + "\n") * scored + _model(request))
+    before, lines = loading(request)
+    parts += [(ROWS + "\n" + LABELLED + "\n") * scored, *before]
+    labels = Line("num_labels", Code("len(LABELS)")) if scored else None
+    parts.append(call("model", f"{auto}.from_pretrained", [labels, *lines], first="MODEL"))
+    parts.append("model.config.use_cache = False\n")
+    if scored:
+        parts.append("model.config.pad_token_id = tokenizer.pad_token_id  # the last token before it gets the score\n")
     if setup.method != "full":
         parts.append("\n" + _adapters(request))
     if setup.parallel == "dp":
@@ -133,7 +140,7 @@ def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
         if setup.packing:
             packed = 'pack, batched=True, batch_size=None, remove_columns=["attention_mask"]'
             parts.append(f'rows["train"] = rows["train"].map({packed})\n')
-    parts.append("\n" + arguments(request, runs))
+    parts.append("\n" + call("arguments", "TrainingArguments", argument_lines(request, runs)))
     parts.append(
         run("Trainer", "tokenizer")
         if scored
@@ -166,7 +173,8 @@ def _on_sound(request: ExportRequest, runs: TrainSetup) -> Iterator[str]:
     if setup.method != "full":
         yield "\n" + _adapters(request)
     workers = Line("dataloader_num_workers", 2, "make frames of sound on the host")
-    yield ROWS + "\n" + HEARD + "\n" + arguments(request, runs, kind, [Line("label_names", ["labels"]), workers])
+    lines = argument_lines(request, runs, [Line("label_names", ["labels"]), workers])
+    yield ROWS + "\n" + HEARD + "\n" + call("arguments", kind, lines)
     divides = "trainer.model_accepts_loss_kwargs = False  # Whisper's class does not divide by the step's tokens\n"
     yield run(common.SOUND_TRAINER, "processor", divides)
 
@@ -188,10 +196,6 @@ def has_audio(model: ModelSpec | None) -> bool:
     return model is not None and model.front_end is not None
 
 
-def _auto_class(setup: TrainSetup) -> str:
-    return "AutoModelForSequenceClassification" if setup.objective_spec.head == "score" else "AutoModelForCausalLM"
-
-
 def loading(request: ExportRequest) -> tuple[list[str], list[Line | None]]:
     """The statements before, and the arguments of, `from_pretrained` for the setup's weights."""
     setup, kind, bits = request.setup, dequantizing_class(request.model), quantization_lines(request.setup)
@@ -210,17 +214,6 @@ def loading(request: ExportRequest) -> tuple[list[str], list[Line | None]]:
         Line("distributed_config", several_gpus.distributed_config(setup)) if setup.sharded_at_loading else None,
         device_map,
     ]
-
-
-def _model(request: ExportRequest) -> str:
-    setup = request.setup
-    parts, lines = loading(request)
-    labels = Line("num_labels", Code("len(LABELS)")) if setup.objective_spec.head == "score" else None
-    parts.append(call("model", f"{_auto_class(setup)}.from_pretrained", [labels, *lines], first="MODEL"))
-    parts.append("model.config.use_cache = False\n")
-    if setup.objective_spec.head == "score":
-        parts.append("model.config.pad_token_id = tokenizer.pad_token_id  # the last token before it gets the score\n")
-    return "".join(parts)
 
 
 def quantization_lines(setup: TrainSetup) -> list[Line]:
@@ -295,13 +288,6 @@ def adapter_lines(request: ExportRequest) -> list[Line | None]:
         return [task, targets, Line("feedforward_modules", inputs, "scaled at their input")]
     size = {"shared": "r", "rotations": "oft_block_size"}.get(row.form, "num_virtual_tokens")
     return [task, *settings, Line(size, setup.lora_rank), targets]
-
-
-def arguments(
-    request: ExportRequest, setup: TrainSetup, kind: str = "TrainingArguments", more: Sequence[Line | None] = ()
-) -> str:
-    """The Trainer's arguments, of the class `kind`, for the setup that runs, with `more`."""
-    return call("arguments", kind, argument_lines(request, setup, more))
 
 
 def argument_lines(request: ExportRequest, setup: TrainSetup, more: Sequence[Line | None] = ()) -> list[Line | None]:

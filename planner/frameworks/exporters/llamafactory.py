@@ -191,7 +191,17 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             Line("neat_packing", True, "packed samples do not see each other") if setup.packing else None,
         ),
         section("batch", *common.batch_lines(LLAMAFACTORY, setup)),
-        section("memory and speed", *_memory(setup, runs)),
+        section(
+            "memory and speed",
+            *_precision(runs),
+            Line("disable_gradient_checkpointing", setup.checkpointing == 0),
+            Line("use_reentrant_gc", False) if setup.checkpointing else None,
+            Line("use_unsloth_gc", True, "checkpoints in host memory") if setup.activation_offload else None,
+            Line("enable_liger_kernel", True) if "liger" in (runs.loss, runs.kernels) else None,
+            setting_line(LLAMAFACTORY, setup, "compile") if setup.compile else None,
+            Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
+            Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}") if setup.parallel in deepspeed.STAGES else None,
+        ),
         section(
             "optimization",
             setting_line(LLAMAFACTORY, setup, "optimizer"),
@@ -265,19 +275,6 @@ def _images(request: ExportRequest) -> list[Line]:
     most = Line("image_max_pixels", images.width * images.height, "larger pictures are made smaller")
     frozen = request.setup.method != "full"
     return [most, Line("freeze_vision_tower", frozen), Line("freeze_multi_modal_projector", frozen)]
-
-
-def _memory(setup: TrainSetup, runs: TrainSetup) -> list[Line | None]:
-    return [
-        *_precision(runs),
-        Line("disable_gradient_checkpointing", setup.checkpointing == 0),
-        Line("use_reentrant_gc", False) if setup.checkpointing else None,
-        Line("use_unsloth_gc", True, "checkpoints in host memory") if setup.activation_offload else None,
-        Line("enable_liger_kernel", True) if "liger" in (runs.loss, runs.kernels) else None,
-        setting_line(LLAMAFACTORY, setup, "compile") if setup.compile else None,
-        Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
-        Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}") if setup.parallel in deepspeed.STAGES else None,
-    ]
 
 
 def _quantization(setup: TrainSetup) -> list[Line]:

@@ -60,7 +60,7 @@ def _script(request: ExportRequest, runs: TrainSetup) -> str:
     if setup.method != "full":
         parts.append("\n" + _adapters(request))
     loss = f"Cached{LOSS}(model, mini_batch_size={setup.cached_seqs})" if setup.cached_seqs else f"{LOSS}(model)"
-    arguments = hf.arguments(request, runs, "SentenceTransformerTrainingArguments")
+    arguments = call("arguments", "SentenceTransformerTrainingArguments", hf.argument_lines(request, runs))
     return "".join([*parts, "\n", arguments, _RUN.replace("LOSS", loss).replace("COUNTS", COUNTS)])
 
 

@@ -102,7 +102,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
 
 def _sections(request: ExportRequest) -> list[Section]:
     setup, hyper = request.setup, request.hyper
-    reasons = hyper.reasons
+    reasons, staged = hyper.reasons, setup.pipeline_degree > 1
     assert request.model is not None
     return [
         section("job", Line("dump_folder", shown_path(request.output_dir))),
@@ -126,7 +126,31 @@ def _sections(request: ExportRequest) -> list[Section]:
             Line("decay_type", "cosine" if hyper.lr_schedule == "cosine" else "linear"),
             Line("min_lr_factor", 0.0),
         ),
-        section("training", *_training(request)),
+        section(
+            "training",
+            Line("dataset", "c4_test", "its loader reads any data set with a text column"),
+            Line(
+                "dataset_path",
+                prepare.folder(request, TARGET),
+                f"text made by launch/{prepare.NAME}: the loss is on all tokens",
+            ),
+            Line(
+                "local_batch_size",
+                setup.micro_batch_seqs * (setup.accumulation_steps if staged else 1),
+                "all micro-batches of the pipeline" if staged else "",
+            ),
+            Line("global_batch_size", setup.global_batch_seqs),
+            Line("seq_len", setup.seq_len_tokens),
+            Line("max_norm", float(request.hyper.max_grad_norm)),
+            Line("steps", counted_steps(request)),
+            Line(
+                "dtype",
+                "bfloat16" if setup.precision == "bf16-pure" else "float32",
+                "of weights, gradients and optimizer states",
+            ),
+            Line("mixed_precision_param", "float32" if setup.precision == "fp32" else "bfloat16"),
+            Line("enable_cpu_offload", setup.offload == "parameters"),
+        ),
         section("parallelism", *_parallelism(setup)),
         section("activation_checkpoint", *_checkpointing(setup)),
         section("compile", Line("enable", setup.compile)),
@@ -139,32 +163,6 @@ def _sections(request: ExportRequest) -> list[Section]:
         ),
         section("metrics", Line("log_freq", request.logging_steps)),
         section("debug", Line("seed", hyper.seed)),
-    ]
-
-
-def _training(request: ExportRequest) -> list[Line]:
-    setup = request.setup
-    staged = setup.pipeline_degree > 1
-    half = setup.precision == "bf16-pure"
-    return [
-        Line("dataset", "c4_test", "its loader reads any data set with a text column"),
-        Line(
-            "dataset_path",
-            prepare.folder(request, TARGET),
-            f"text made by launch/{prepare.NAME}: the loss is on all tokens",
-        ),
-        Line(
-            "local_batch_size",
-            setup.micro_batch_seqs * (setup.accumulation_steps if staged else 1),
-            "all micro-batches of the pipeline" if staged else "",
-        ),
-        Line("global_batch_size", setup.global_batch_seqs),
-        Line("seq_len", setup.seq_len_tokens),
-        Line("max_norm", float(request.hyper.max_grad_norm)),
-        Line("steps", counted_steps(request)),
-        Line("dtype", "bfloat16" if half else "float32", "of weights, gradients and optimizer states"),
-        Line("mixed_precision_param", "float32" if setup.precision == "fp32" else "bfloat16"),
-        Line("enable_cpu_offload", setup.offload == "parameters"),
     ]
 
 

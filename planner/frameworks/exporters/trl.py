@@ -199,7 +199,18 @@ def training_sections(request: ExportRequest, runs: TrainSetup) -> list[Section]
     warmup = Line("warmup_steps", hyper.warmup_fraction, f"below 1: {hyper.reasons.get('warmup_fraction', 'a share')}")
     return [
         section("batch", *_lengths(setup), *common.batch_lines(TRL, setup)),
-        section("memory and speed", *_memory(request, runs)),
+        section(
+            "memory and speed",
+            Line("bf16", runs.autocast_dtype == "bf16", "autocast" if runs.autocast_dtype else "no autocast"),
+            Line("fp16", runs.autocast_dtype == "fp16"),  # both are written because TRL's default is bf16
+            *_checkpointing(setup),
+            *[Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary")]
+            * setup.objective_spec.supervised,
+            *common.kernels_lines(setup.replace_trusted(loss="chunked"), request.model),
+            setting_line(TRL, setup, "compile") if setup.compile else None,
+            Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
+            *several_gpus.sync_lines(setup),
+        ),
         *_objective(setup),
         section(
             "optimization",
@@ -214,21 +225,6 @@ def training_sections(request: ExportRequest, runs: TrainSetup) -> list[Section]
             Line("report_to", "none", "or wandb, tensorboard, trackio"),
             *common.saving_lines(request),
         ),
-    ]
-
-
-def _memory(request: ExportRequest, runs: TrainSetup) -> list[Line | None]:
-    setup = request.setup
-    return [
-        Line("bf16", runs.autocast_dtype == "bf16", "autocast" if runs.autocast_dtype else "no autocast"),
-        Line("fp16", runs.autocast_dtype == "fp16"),  # both are written because TRL's default is bf16
-        *_checkpointing(setup),
-        *[Line("loss_type", "nll", "in chunks: never holds seqs x tokens x vocabulary")]
-        * setup.objective_spec.supervised,
-        *common.kernels_lines(setup.replace_trusted(loss="chunked"), request.model),
-        setting_line(TRL, setup, "compile") if setup.compile else None,
-        Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
-        *several_gpus.sync_lines(setup),
     ]
 
 

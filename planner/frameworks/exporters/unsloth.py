@@ -67,16 +67,44 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         "Written with the names of trl <= 1.15 and transformers <= 5.17, which Unsloth pins.",
         "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",
     )
-    setup = request.setup
+    setup, hyper = request.setup, request.hyper
     parts, env = ["\nimport os\n\n"], common.environment(request.gpu)
     parts += [f'os.environ.setdefault("{name}", "{value}")\n' for name, value in env.items()]
     parts.append("\nfrom unsloth import FastLanguageModel  # before trl and transformers: it patches them\n\n")
     parts.append("import torch\nfrom datasets import load_dataset\nfrom trl import SFTConfig, SFTTrainer\n\n")
-    parts.append(common.data_constants(request, TARGET) + "\n" + _model(request) + chat.FALLBACK)
+    full = setup.method == "full"
+    loading = [
+        Line("model_name", Code("MODEL")),
+        Line("max_seq_length", setup.seq_len_tokens),
+        Line("dtype", Code(f"torch.{DTYPES[setup.compute_dtype]}")),
+        Line("load_in_4bit", setup.four_bit),
+        Line("load_in_8bit", setup.quantization == "int8"),
+        Line("load_in_16bit", setup.method == "lora"),
+        Line("full_finetuning", full),
+        Line("float32_mixed_precision", setup.precision == "bf16-mixed", "fp32 weights") if full else None,
+        checkpointing_line(setup),
+    ]
+    model = call("model, tokenizer", "FastLanguageModel.from_pretrained", loading)
+    parts.append(common.data_constants(request, TARGET) + "\n" + model + chat.FALLBACK)
     if setup.method != "full":
         parts.append(_adapters(request))
     parts.append(_DATA)
-    parts.append(_config(request))
+    arguments = [
+        Line("output_dir", shown_path(request.output_dir)),
+        Line("max_length", setup.seq_len_tokens),
+        Line("packing", setup.packing),
+        *common.batch_lines(SCRIPT, setup),
+        Line("gradient_checkpointing", setup.checkpointing > 0),
+        Line("bf16", setup.autocast_dtype == "bf16"),
+        Line("fp16", setup.autocast_dtype == "fp16"),
+        setting_line(SCRIPT, setup, "optimizer"),
+        *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
+        Line("seed", hyper.seed),
+        Line("logging_steps", request.logging_steps),
+        Line("report_to", "none"),
+        *common.saving_lines(request),
+    ]
+    parts.append("\n" + call("arguments", "SFTConfig", arguments))
     parts.append(_RUN.replace("ROWS", 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates))
     main = LaunchFile(path=FILE, text="".join(parts))
     return Draft(title="Unsloth", main=main, command=f"python launch/{FILE}", notes=notes)
@@ -85,26 +113,6 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
 def checkpointing_line(setup: TrainSetup) -> Line:
     """Unsloth's own form keeps the checkpoints in host memory."""
     return Line("use_gradient_checkpointing", "unsloth" if setup.activation_offload else setup.checkpointing > 0)
-
-
-def _model(request: ExportRequest) -> str:
-    setup = request.setup
-    full = setup.method == "full"
-    return call(
-        "model, tokenizer",
-        "FastLanguageModel.from_pretrained",
-        [
-            Line("model_name", Code("MODEL")),
-            Line("max_seq_length", setup.seq_len_tokens),
-            Line("dtype", Code(f"torch.{DTYPES[setup.compute_dtype]}")),
-            Line("load_in_4bit", setup.four_bit),
-            Line("load_in_8bit", setup.quantization == "int8"),
-            Line("load_in_16bit", setup.method == "lora"),
-            Line("full_finetuning", full),
-            Line("float32_mixed_precision", setup.precision == "bf16-mixed", "fp32 weights") if full else None,
-            checkpointing_line(setup),
-        ],
-    )
 
 
 def _adapters(request: ExportRequest) -> str:
@@ -134,29 +142,6 @@ def _adapters(request: ExportRequest) -> str:
             Line("random_state", hyper.seed),
         ],
         first="model",
-    )
-
-
-def _config(request: ExportRequest) -> str:
-    setup, hyper = request.setup, request.hyper
-    return "\n" + call(
-        "arguments",
-        "SFTConfig",
-        [
-            Line("output_dir", shown_path(request.output_dir)),
-            Line("max_length", setup.seq_len_tokens),
-            Line("packing", setup.packing),
-            *common.batch_lines(SCRIPT, setup),
-            Line("gradient_checkpointing", setup.checkpointing > 0),
-            Line("bf16", setup.autocast_dtype == "bf16"),
-            Line("fp16", setup.autocast_dtype == "fp16"),
-            setting_line(SCRIPT, setup, "optimizer"),
-            *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
-            Line("seed", hyper.seed),
-            Line("logging_steps", request.logging_steps),
-            Line("report_to", "none"),
-            *common.saving_lines(request),
-        ],
     )
 
 
