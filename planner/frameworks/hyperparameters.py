@@ -134,6 +134,33 @@ def choose(
         "weight_decay": as_pretrained if pretrains else "none, as Alpaca and QLoRA",
         "adam_beta2": as_pretrained,
     }
+    notes = []  # what the scaling literature says about this much data for this many parameters
+    if dataset_tokens and setup.method in LORA_METHODS and num_trained_params:
+        capacity_tokens = num_trained_params * LORA_BITS_PER_PARAM / BITS_PER_TOKEN
+        if dataset_tokens > capacity_tokens:
+            rank = -(-setup.lora_rank * dataset_tokens // capacity_tokens)
+            notes.append(
+                f"{dataset_tokens:,} tokens are more than rank {setup.lora_rank} can store (about "
+                f"{capacity_tokens:,.0f} at 2 bits per parameter and 1 bit per token): rank {rank:.0f} or full "
+                "fine-tuning would hold them."
+            )
+    if dataset_tokens and setup.method == "full" and num_params:
+        per_param = dataset_tokens * num_epochs / num_params
+        if per_param > TOKENS_PER_PARAM_PRETRAINING:
+            notes.append(
+                f"{per_param:.0f} tokens per parameter is more than compute-optimal pretraining uses "
+                f"({TOKENS_PER_PARAM_PRETRAINING:.0f}): a larger model would use this much data better."
+            )
+        elif dataset_tokens / num_params < OVERFITTING_TOKENS_PER_PARAM:
+            notes.append(
+                f"{dataset_tokens / num_params:.1g} tokens per parameter in one epoch: full fine-tuning overfits so "
+                "little data within a few epochs; LoRA keeps more of what the model knows."
+            )
+    if dataset_tokens and num_epochs > 4:
+        notes.append(
+            f"{num_epochs:g} epochs: repeated data is worth as much as new data for about 4 epochs, then little "
+            "(Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."
+        )
     return Hyperparameters(
         learning_rate=float(f"{rate:.3g}") if learning_rate is None else learning_rate,
         weight_decay=PRETRAINING_WEIGHT_DECAY if pretrains else 0.0,
@@ -142,7 +169,7 @@ def choose(
         max_steps=max_steps,
         seed=seed,
         reasons=reasons,
-        notes=scaling_notes(setup, num_params, num_trained_params, dataset_tokens, num_epochs),
+        notes=tuple(notes),
     )
 
 
@@ -166,43 +193,3 @@ def _rate(setup: TrainSetup, num_params: int | None, samples_per_seq: float) -> 
         rule = "linear" if setup.optimizer == "sgd" else "square root"
         why.append(f"x {factor:.3g} for a batch of {batch} ({rule})")
     return rate * factor, " ".join(why)
-
-
-def scaling_notes(
-    setup: TrainSetup,
-    num_params: int | None,
-    num_trained_params: int | None,
-    dataset_tokens: int | None,
-    num_epochs: float,
-) -> tuple[str, ...]:
-    """What the scaling literature says about this much data for this many parameters, one sentence each."""
-    if not dataset_tokens:
-        return ()
-    notes = []
-    if setup.method in LORA_METHODS and num_trained_params:
-        capacity_tokens = num_trained_params * LORA_BITS_PER_PARAM / BITS_PER_TOKEN
-        if dataset_tokens > capacity_tokens:
-            rank = -(-setup.lora_rank * dataset_tokens // capacity_tokens)
-            notes.append(
-                f"{dataset_tokens:,} tokens are more than rank {setup.lora_rank} can store (about "
-                f"{capacity_tokens:,.0f} at 2 bits per parameter and 1 bit per token): rank {rank:.0f} or full "
-                "fine-tuning would hold them."
-            )
-    if setup.method == "full" and num_params:
-        per_param = dataset_tokens * num_epochs / num_params
-        if per_param > TOKENS_PER_PARAM_PRETRAINING:
-            notes.append(
-                f"{per_param:.0f} tokens per parameter is more than compute-optimal pretraining uses "
-                f"({TOKENS_PER_PARAM_PRETRAINING:.0f}): a larger model would use this much data better."
-            )
-        elif dataset_tokens / num_params < OVERFITTING_TOKENS_PER_PARAM:
-            notes.append(
-                f"{dataset_tokens / num_params:.1g} tokens per parameter in one epoch: full fine-tuning overfits so "
-                "little data within a few epochs; LoRA keeps more of what the model knows."
-            )
-    if num_epochs > 4:
-        notes.append(
-            f"{num_epochs:g} epochs: repeated data is worth as much as new data for about 4 epochs, then little "
-            "(Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264)."
-        )
-    return tuple(notes)

@@ -21,7 +21,6 @@ from planner.setup.outcome import Evidence, Measurement, Prediction, ProbeFailur
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
 
-DAMAGED = "the file was changed by hand, or damaged"
 EARLIER_NAMES = {"dealt": "expert_parallel", "rung": "level"}
 """What fields were called until November 2026 -> their names."""
 
@@ -53,7 +52,8 @@ def decode(kind: type[T], value: Any, where: str = "", *, newer: bool = False) -
         decoded: T = _decoder(cast(Hashable, kind), newer)(value)
     except _TypeMismatch as misfit:
         path = "".join(reversed(misfit.path))
-        raise ConfigError(f"{where or kind.__name__}{path}: {misfit.problem}", hint=DAMAGED) from misfit
+        hint = "the file was changed by hand, or damaged"
+        raise ConfigError(f"{where or kind.__name__}{path}: {misfit.problem}", hint=hint) from misfit
     return decoded
 
 

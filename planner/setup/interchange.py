@@ -74,7 +74,9 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     if kind is not None and kind.name != "lora":
         clean.setdefault("lora_rank", kind.usual_size)
     if "checkpointing" in clean:
-        clean["checkpointing"] = _checkpointing(clean["checkpointing"])
+        if not isinstance(layers := clean["checkpointing"], int) or layers < 0:
+            raise SetupError(f"checkpointing must be false, true or a number of layers, got {layers!r}")
+        clean["checkpointing"] = int(layers)
     for name in _LISTS:
         if isinstance(clean.get(name), list):
             clean[name] = tuple(clean[name])
@@ -138,14 +140,6 @@ def _stack_defaults(stack: str) -> dict[str, Any]:
     """What a stack sets by itself around its step; nothing of one that is not known."""
     row = STACKS.get(stack)
     return {} if row is None else {name: getattr(row, name) for name in AROUND_FIELDS if name != "stack"}
-
-
-def _checkpointing(value: object) -> int:
-    if isinstance(value, bool):
-        return int(value)
-    if isinstance(value, int) and value >= 0:
-        return value
-    raise SetupError(f"checkpointing must be false, true or a number of layers, got {value!r}")
 
 
 def to_jsonable(value: Any) -> Any:

@@ -237,16 +237,9 @@ class Candidate:
     @property
     def levels(self) -> tuple[tuple[Fidelity, Evidence], ...]:
         """What was asked, the lowest first."""
-        answers = (
-            (Fidelity.DRY_RUN, self.dry_run),
-            (Fidelity.TRACE, self.trace),
-            (Fidelity.PROBE, self.probe),
-            (Fidelity.RUN, self.run),
-        )
-        return (
-            (self.formula.level, self.formula),
-            *((level, evidence) for level, evidence in answers if evidence is not None),
-        )
+        answered_by = {name: getattr(self, name) for name in ("dry_run", "trace", "probe", "run")}
+        answers = [(Fidelity(name), evidence) for name, evidence in answered_by.items() if evidence is not None]
+        return ((self.formula.level, self.formula), *answers)
 
     @property
     def memory_evidence(self) -> Prediction | Measurement:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from finetune_planner.cli.answer import workload_for
+from finetune_planner.cli.data_options import DataOptions
+from finetune_planner.cli.request_options import RequestOptions
 from planner.core.errors import NotPlanned, SetupError, UsageError
 from planner.frameworks.exporters import TARGETS, ExportRequest
 from planner.frameworks.hyperparameters import choose
 from planner.frameworks.readers import FileContext
-from planner.frameworks.readers.read import read_text
+from planner.frameworks.readers.read import read_config, read_text
 from planner.frameworks.readers.types import ReadConfig
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
@@ -22,7 +25,7 @@ from planner.models.catalogue import load
 from planner.options.objectives import DEFAULT, OBJECTIVES
 from planner.options.rollouts import COLOCATED, Rollout, open_rollouts
 from planner.planning.answer import plan_workload
-from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan import NoPlan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.planning.space import PREFERENCE_FRACTION
@@ -218,11 +221,9 @@ def test_other_tools_run_it_on_whole_logits_and_their_files_are_read_back(object
 
 def test_continued_pretraining_is_the_supervised_step_on_packed_text() -> None:
     sft, text = (
-        plan_workload(PlanRequest(fixed=fixed, seq_len=1024, global_batch=8).workload(MODEL, CARD))
+        planned(PlanRequest(fixed=fixed, seq_len=1024, global_batch=8).workload(MODEL, CARD))
         for fixed in ({"packing": (True,)}, {"objective": ("pretrain",)})
     )
-    assert isinstance(sft, Plan)
-    assert isinstance(text, Plan)
     setup = text.chosen.setup
     assert setup.packing
     assert setup.replace(objective="sft") == sft.chosen.setup
@@ -263,8 +264,6 @@ def test_an_encoder_is_classified_with_and_predicts_no_next_token(name: str) -> 
 
 
 def test_a_trl_that_makes_whole_logits_is_not_taken_for_todays(tmp_path: Path) -> None:
-    from planner.frameworks.readers.read import read_config
-
     for name, objective in (("dpo.yaml", "beta: 0.1"), ("kto.yaml", "desirable_weight: 1.0")):
         (tmp_path / name).write_text(f"model_name_or_path: gpt2\nuse_peft: true\n{objective}\n")
     assert read_config(tmp_path / "dpo.yaml", versions={"trl": "1.14.0"}).setup.loss == "full"
@@ -301,10 +300,6 @@ def test_pairs_in_a_programs_own_settings_leave_open_whose_step_it_is() -> None:
 def test_preferences_behind_dataset_give_the_length_and_other_data_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from finetune_planner.cli.answer import workload_for
-    from finetune_planner.cli.data_options import DataOptions
-    from finetune_planner.cli.request_options import RequestOptions
-
     data = tmp_path / "pairs.jsonl"
     row = {"prompt": "a" * 400, "chosen": "b" * 1600, "rejected": "c" * 40}
     data.write_text((json.dumps(row) + "\n") * 200)
@@ -479,8 +474,6 @@ def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None
 
 
 def test_flags_of_generation_need_an_objective_that_generates() -> None:
-    from finetune_planner.cli.request_options import RequestOptions
-
     rollouts = RequestOptions(objective="grpo", seq_len=4096, generator="vllm", num_generations=4).fixed()["rollout"]
     assert {(rollout.num_generations, rollout.generator) for rollout in rollouts} == {(4, "vllm")}
     plain = RequestOptions(objective="grpo", no_extra_packages=True).fixed()["rollout"]
@@ -526,26 +519,23 @@ def test_the_negatives_of_an_embedding_come_from_the_whole_batch() -> None:
     assert isinstance(refused, NoPlan)
     (less,) = [remedy.action for remedy in refused.remedies if remedy.action.startswith("--global-batch")]
     fewer = PlanRequest(seq_len=2048, global_batch=int(less.split()[1]), fixed=whole).workload(MODEL, CARD)
-    assert isinstance(plan_workload(fewer), Plan)
+    assert planned(fewer)
 
 
 def test_a_gradient_cache_trains_batches_that_do_not_fit() -> None:
     """Its memory is that of one piece with accumulation, whatever the batch; it costs a forward, and is left out where
     the batch fits."""
-    model, fixed = MODEL, {"objective": ("embedding",), "method": ("lora",)}
+    fixed = {"objective": ("embedding",), "method": ("lora",)}
     large, small = (
-        plan_workload(PlanRequest(seq_len=2048, global_batch=batch, fixed=fixed).workload(model, CARD))
-        for batch in (256, 4)
+        planned(PlanRequest(seq_len=2048, global_batch=batch, fixed=fixed).workload(MODEL, CARD)) for batch in (256, 4)
     )
-    assert isinstance(large, Plan)
-    assert isinstance(small, Plan)
     assert large.chosen.setup.cached_seqs > 0
     assert small.chosen.setup.cached_seqs == 0
     cached = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=32, cached_seqs=4)
-    twice = predict_memory(model, CARD, cached.replace(micro_batch_seqs=64))
-    assert predict_memory(model, CARD, cached).phase_bytes == twice.phase_bytes
+    twice = predict_memory(MODEL, CARD, cached.replace(micro_batch_seqs=64))
+    assert predict_memory(MODEL, CARD, cached).phase_bytes == twice.phase_bytes
     plain = setup_from_dict({"seq_len_tokens": 256, "micro_batch_seqs": 4, "accumulation_steps": 2, "stack": "hf"})
-    cached_bytes, other = (predict_memory(model, CARD, setup).phase_bytes["backward"] for setup in (cached, plain))
+    cached_bytes, other = (predict_memory(MODEL, CARD, setup).phase_bytes["backward"] for setup in (cached, plain))
     assert cached_bytes == pytest.approx(other, rel=0.01)
     assert cached.extra_forwards == 1
     assert cached.num_forwards == 2 * 8

@@ -7,7 +7,6 @@ ready build on their release pages first): last, after what builds them, and onl
 from collections.abc import Mapping
 
 from planner.frameworks.exporters.types import ExportRequest, Launch
-from planner.hardware.gpu import GpuSpec
 from planner.options.kernels import LIGER
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
@@ -58,13 +57,6 @@ def checkpointing_key(setup: TrainSetup) -> str:
     return "gradient_checkpointing" if from_hub(setup) else "activation_checkpointing"
 
 
-def torch_builds(gpu: GpuSpec | None) -> str:
-    """Which of PyTorch's own builds a card needs, "" where PyPI's runs on it."""
-    if gpu is None or (gpu.vendor == "NVIDIA" and (gpu.compute_capability or TURING) >= TURING):
-        return ""
-    return BUILT_FOR.get(gpu.vendor, "")
-
-
 def packages_of(runs: TrainSetup) -> dict[str, bool]:
     """The packages that some setups need beside their trainer's own, and whether this one does."""
     return {
@@ -99,7 +91,9 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
         if on and name not in tested and name not in brings:
             packages.append(f"{name}=={older[name]}" if name in older else requirement(name))
     calls = [[*packages, *FLASH_BUILDS] if flash and vendor == "NVIDIA" else packages]
-    if builds := torch_builds(request.gpu):  # whatever version is there: a pin would bring PyPI's in its place
+    older_card = request.gpu is not None and (request.gpu.compute_capability or TURING) < TURING
+    if (vendor != "NVIDIA" or older_card) and (builds := BUILT_FOR.get(vendor)):
+        # whatever version is there: a pin would bring PyPI's in its place
         calls[0] = [word for word in calls[0] if not word.startswith("torch==")]
         calls.insert(0, ["torch", "--index-url", f"{TORCH_INDEX}{builds}"])
     # TRL hands packed samples' borders to the convolution too, which refuses them without this package

@@ -81,9 +81,8 @@ def loss_words(request: ExportRequest) -> str:
     """What the loss is on, for people."""
     if request.loss_on == "all" or request.columns == "text":
         return "all tokens"
-    return (
-        "the answers alone" if request.dataset is not None and request.dataset.columns else "answers, where there are"
-    )
+    stated = request.dataset is not None and request.dataset.columns
+    return "the answers alone" if stated else "answers, where there are"
 
 
 def file(request: ExportRequest) -> LaunchFile:

@@ -104,16 +104,13 @@ def yaml_text(sections: Sequence[Section]) -> str:
             continue
         parts.append(f"\n# {one_line(block.title)}\n")
         for line in block.lines:
-            parts.append(_line(line))
+            rows = isinstance(line.value, list) and line.value and isinstance(line.value[0], dict)
+            if rows or (isinstance(line.value, dict) and len(scalar(line.value)) > 40):
+                parts.append(f"{line.key}:{line.tail}\n")
+                parts += [f"  {row}\n" for row in _dumped(line.value, default_flow_style=False).splitlines()]
+            else:
+                parts.append(f"{line.key}: {scalar(line.value)}{line.tail}\n")
     return "".join(parts)
-
-
-def _line(line: Line) -> str:
-    rows = isinstance(line.value, list) and line.value and isinstance(line.value[0], dict)
-    if rows or (isinstance(line.value, dict) and len(scalar(line.value)) > 40):
-        body = "".join(f"  {row}\n" for row in _dumped(line.value, default_flow_style=False).splitlines())
-        return f"{line.key}:{line.tail}\n{body}"
-    return f"{line.key}: {scalar(line.value)}{line.tail}\n"
 
 
 class Code(str):

@@ -95,7 +95,10 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         "Accepted by torchtitan's own parser; it was not run here (no GPU).",
     ]
     notes += [several_gpus.PER_NODE] * (request.num_nodes > 1)
-    main = LaunchFile(path=FILE, text="".join(_table(block) for block in _sections(request)))
+    lines = []
+    for block in _sections(request):  # strings as JSON writes them are TOML strings too
+        lines += [f"\n[{block.title}]", *(f"{line.key} = {json.dumps(line.value)}{line.tail}" for line in block.lines)]
+    main = LaunchFile(path=FILE, text="\n".join(lines) + "\n")
     job = slurm.job_file(request, TARGET, f"torchrun {several_gpus.torchrun_flags(request)} {MODULE}", VALIDATED_WITH)
     return Draft(title="torchtitan", main=main, files=(job,), command=command, notes=tuple(notes))
 
@@ -200,10 +203,3 @@ def _checkpointing(setup: TrainSetup) -> list[Line]:
     if setup.checkpointing <= 1:
         return [Line("mode", "full" if setup.checkpointing else "none")]
     return [Line("mode", "selective"), Line("selective_ac_option", str(setup.checkpointing), "every n-th layer")]
-
-
-def _table(block: Section) -> str:
-    """One TOML table; strings as JSON writes them are TOML strings too."""
-    rows = [f"\n[{block.title}]"]
-    rows += [f"{line.key} = {json.dumps(line.value)}{line.tail}" for line in block.lines]
-    return "\n".join(rows) + "\n"
