@@ -37,8 +37,8 @@ LATER_FIELDS = (
     *AROUND_FIELDS,
 )
 """Fields that came after the first studies and plans; left out of JSON and keys at their defaults as well."""
-_DEFAULTS = {field.name: field.default for field in fields(SetupValues)}
-FIELDS = tuple(_DEFAULTS)
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SetupValues)}
+FIELDS = tuple(DEFAULTS)
 """The names of all fields."""
 
 
@@ -56,7 +56,7 @@ class TrainSetup(SetupValues):
             "expandable_segments": True,
             "reentrant_checkpointing": False,
             "fsdp_version": 2,
-            **{name: _DEFAULTS[name] for name in OF_OTHERS},
+            **{name: DEFAULTS[name] for name in OF_OTHERS},
         }
         if target not in STACKS or all(getattr(self, name) == value for name, value in around.items()):
             return self
@@ -69,13 +69,13 @@ class TrainSetup(SetupValues):
     def layout(self) -> dict[str, Any]:
         """The fields of LAYOUT_FIELDS that differ from their defaults."""
         values = {name: getattr(self, name) for name in LAYOUT_FIELDS}
-        return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+        return {name: value for name, value in values.items() if value != DEFAULTS[name]}
 
     @property
     def seldom(self) -> dict[str, Any]:
         """The fields of LAYOUT_FIELDS and LATER_FIELDS that differ from their defaults."""
         later = {name: getattr(self, name) for name in LATER_FIELDS}
-        return {name: value for name, value in later.items() if value != _DEFAULTS[name]} | self.layout
+        return {name: value for name, value in later.items() if value != DEFAULTS[name]} | self.layout
 
     def replace_trusted(self, **changes: Any) -> Self:
         """A copy with some fields changed, not validated: for walks over values that are known to combine."""
@@ -83,7 +83,7 @@ class TrainSetup(SetupValues):
         values = copy.__dict__
         values.update(self.__dict__)
         values.update(changes)
-        assert len(values) == len(_DEFAULTS), changes
+        assert len(values) == len(DEFAULTS), changes
         return copy
 
     def replace(self, **changes: Any) -> Self:

@@ -15,15 +15,13 @@ from planner.options.objectives import OBJECTIVES
 from planner.options.rollouts import Rollout
 from planner.options.stacks import DEFAULT as DEFAULT_STACK
 from planner.options.stacks import STACKS
-from planner.setup import AROUND_FIELDS, LATER_FIELDS, LAYOUT_FIELDS, TrainSetup
+from planner.setup import AROUND_FIELDS, DEFAULTS, FIELDS, LATER_FIELDS, LAYOUT_FIELDS, TrainSetup
 
 SCHEMA_VERSION = 1
 
-SETUP_FIELDS = tuple(field.name for field in fields(TrainSetup))
-_DEFAULTS = {field.name: field.default for field in fields(TrainSetup)}
-_ALWAYS = tuple(name for name in SETUP_FIELDS if name not in (*LAYOUT_FIELDS, *LATER_FIELDS))
+_ALWAYS = tuple(name for name in FIELDS if name not in (*LAYOUT_FIELDS, *LATER_FIELDS))
 _LISTS = ("lora_targets", "modules_to_save", "trained_layers")
-_SWITCHES = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
+_SWITCHES = tuple(name for name, default in DEFAULTS.items() if isinstance(default, bool))
 
 
 def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
@@ -54,9 +52,9 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     """
     if not isinstance(values, Mapping):
         raise SetupError(f"a setup must be an object, got {type(values).__name__}")
-    unknown = sorted(set(map(str, values)) - set(SETUP_FIELDS))
+    unknown = sorted(set(map(str, values)) - set(FIELDS))
     if unknown:
-        raise SetupError(f"unknown setup key {unknown[0]!r:.80}", hint=f"known keys: {', '.join(SETUP_FIELDS)}")
+        raise SetupError(f"unknown setup key {unknown[0]!r:.80}", hint=f"known keys: {', '.join(FIELDS)}")
     clean = dict(values)
     # what the method, the objective and the adapter bring along
     method = clean.get("method", "lora")
@@ -65,7 +63,7 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     elif method == "qlora":
         clean.setdefault("quantization", "nf4-double")
     row = OBJECTIVES.get(str(clean.get("objective", "")))
-    if row is not None and row.name != _DEFAULTS["objective"]:
+    if row is not None and row.name != DEFAULTS["objective"]:
         clean.setdefault("loss", row.losses[0])
         clean.setdefault("stack", row.stack(DEFAULT_STACK))
     if clean.get("lora_rank", 0) is None:
@@ -86,7 +84,7 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
         if name in clean and not isinstance(clean[name], bool):
             raise SetupError(f"{name} must be true or false, got {clean[name]!r}")
     if clean.get("rollout") is not None:
-        length = clean.get("seq_len_tokens", _DEFAULTS["seq_len_tokens"])
+        length = clean.get("seq_len_tokens", DEFAULTS["seq_len_tokens"])
         clean["rollout"] = Rollout.read(clean["rollout"], length if isinstance(length, int) else 2)
     if clean.get("images") is not None:
         clean["images"] = Images.read(clean["images"])
@@ -106,7 +104,7 @@ def _check_types(clean: Mapping[str, Any]) -> None:
             continue
         if name in _LISTS and isinstance(value, (tuple, str)):
             continue  # TrainSetup looks at the names
-        if isinstance(_DEFAULTS[name], str) and not isinstance(value, str):
+        if isinstance(DEFAULTS[name], str) and not isinstance(value, str):
             raise SetupError(f"{name} must be text, got {value!r:.80}")
         if not isinstance(value, (str, int, float)):
             raise SetupError(f"{name} must be a plain value, got {value!r:.80}")
@@ -118,12 +116,8 @@ def _check_types(clean: Mapping[str, Any]) -> None:
 def request_form(setup: TrainSetup) -> dict[str, Any]:
     """A setup as `setup_from_request` reads it back: the allocator and the form of checkpointing stand where they are
     not the stack's own default."""
-    nondefault = {
-        name: getattr(setup, name)
-        for name, usual in _stack_defaults(setup.stack).items()
-        if getattr(setup, name) != usual
-    }
-    return {**setup_to_dict(setup), **nondefault}
+    usual = _stack_defaults(setup.stack).items()
+    return setup_to_dict(setup) | {name: getattr(setup, name) for name, value in usual if getattr(setup, name) != value}
 
 
 def setup_from_request(values: Mapping[str, Any]) -> TrainSetup:
@@ -133,7 +127,7 @@ def setup_from_request(values: Mapping[str, Any]) -> TrainSetup:
     Raises:
         SetupError: as there.
     """
-    return setup_from_dict({**_stack_defaults(str(values.get("stack", _DEFAULTS["stack"]))), **values})
+    return setup_from_dict({**_stack_defaults(str(values.get("stack", DEFAULTS["stack"]))), **values})
 
 
 def _stack_defaults(stack: str) -> dict[str, Any]:

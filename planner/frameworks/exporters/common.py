@@ -106,13 +106,10 @@ def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
 def batch_lines(tool: Tool, setup: TrainSetup) -> list[Line]:
     """Sequences of a micro-batch, in training and in evaluation, and micro-batches of a step, as transformers says
     them."""
+    as_training = "as in training: transformers' own 8 may need more than the step"
     return [
         setting_line(tool, setup, "micro_batch_seqs"),
-        Line(
-            "per_device_eval_batch_size",
-            setup.micro_batch_seqs,
-            "as in training: transformers' own 8 may need more than the step",
-        ),
+        Line("per_device_eval_batch_size", setup.micro_batch_seqs, as_training),
         Line("eval_accumulation_steps", 1, "compute_metrics' logits wait on the host, not on the GPU"),
         setting_line(tool, setup, "accumulation_steps"),
     ]
@@ -206,10 +203,8 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
     if "causal" in model.lacks and setup.images is None:
         return f"launch files train causal language models on text; {model.model_type} is built as {model.built_class}"
     if model.model_type == "internlm3":
-        return (
-            f"no transformers before 5.23 has {model.model_type}: its own code would have to be "
-            "trusted (trust_remote_code), which no file here asks for"
-        )
+        trusted = "its own code would have to be trusted (trust_remote_code), which no file here asks for"
+        return f"no transformers before 5.23 has {model.model_type}: {trusted}"
     attention = attention_refusal(model, setup.attention) or hub_refusal(model, setup.attention)
     return attention or class_refusal(model, setup) or stored_refusal(setup, model)
 
@@ -221,11 +216,8 @@ def data_constants(request: ExportRequest, target: str = "hf") -> str:
         made = constant("DATASET", prepare.folder(request, target), f"made by launch/{prepare.NAME} of your data set")
         return model + made + (constant("SPLIT", "train") if not request.setup.objective_spec.supervised else "")
     comment = "" if dataset else "PUT YOURS HERE: hub id, directory, .jsonl or .parquet file"
-    return (
-        model
-        + constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, comment)
-        + constant("SPLIT", dataset.split if dataset else "train")
-    )
+    path = constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, comment)
+    return model + path + constant("SPLIT", dataset.split if dataset else "train")
 
 
 def environment(gpu: GpuSpec | None) -> dict[str, str]:

@@ -130,10 +130,8 @@ def accelerate_flags(request: ExportRequest, *, rendezvous: bool = False) -> str
 
     The rendezvous is a flag because the flag's own default wins over `rdzv_backend` in the config file.
     """
-    if request.num_nodes == 1 and not rendezvous:
-        return ""
     if request.num_nodes == 1:
-        return " --main_process_port $MASTER_PORT"
+        return " --main_process_port $MASTER_PORT" * rendezvous
     return (
         " --rdzv_backend c10d --machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR --main_process_port $MASTER_PORT"
     )

@@ -27,11 +27,6 @@ ORPO_SCRIPT = "trl/trl-orpo.py"
 TEMPLATED = ("sft", "pretrain", "reward")
 """Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
 
-OLDER_NAMES = (
-    "gradient_checkpointing is activation_checkpointing from transformers 5.23 on (every_n_layers needs >= 5.17); "
-    "with trl < 1.16 check loss_type: only this version never materialises the logits."
-)
-
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     objective, adapters = setup.objective_spec, ("fp32", "peft holds adapters in fp32")
@@ -143,14 +138,18 @@ def _launched(request: ExportRequest, command: str, file: str, *, rendezvous: bo
 
 
 def _notes(request: ExportRequest) -> list[str]:
-    setup, notes = request.setup, [OLDER_NAMES]
-    templates = setup.objective in TEMPLATED
-    if not templates and chat.chats(request) and request.lacks_template is not False:
+    setup = request.setup
+    notes = [
+        "gradient_checkpointing is activation_checkpointing from transformers 5.23 on (every_n_layers needs >= 5.17); "
+        "with trl < 1.16 check loss_type: only this version never materialises the logits."
+    ]
+    templates, chats = setup.objective in TEMPLATED, chat.chats(request)
+    if not templates and chats and request.lacks_template is not False:
         notes.append(
             f"`trl {setup.objective_spec.targets[TARGET]}` takes no chat template: for a tokenizer without one (a base "
             "model's often has none) write the data as plain text, or save a template with the model first."
         )
-    if templates and chat.chats(request) and request.lacks_template is None:
+    if templates and chats and request.lacks_template is None:
         notes.append(
             f"If the tokenizer has no chat template (a base model's often has none), add {chat.OPTION} "
             f"launch/{TARGET}/{chat.NAME} to the command; run.sh looks and does."
