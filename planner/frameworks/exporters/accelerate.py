@@ -41,12 +41,8 @@ def command(request: ExportRequest, script: str, folder: str, *, rendezvous: boo
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    # it starts the plain script, or TRL
-    return (
-        family_refusal(setup, TARGET)
-        or split_refusal(setup, "Accelerate's config alone")
-        or sharding_refusal(setup, model)
-    )
+    refused = family_refusal(setup, TARGET)  # it starts the plain script, or TRL
+    return refused or split_refusal(setup, "Accelerate's config alone") or sharding_refusal(setup, model)
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
@@ -86,9 +82,7 @@ def _sections(request: ExportRequest, folder: str) -> list[Section]:
             Line("num_processes", processes(setup), "on all machines" if several else ""),
             Line("machine_rank", 0, "every node gives its own with --machine_rank" if several else ""),
             # beside DeepSpeed's own file Accelerate refuses a second opinion on precision
-            None
-            if kind == "DEEPSPEED"
-            else Line("mixed_precision", half or "no", "autocast" if half else "no autocast"),
+            *[Line("mixed_precision", half or "no", "autocast" if half else "no autocast")] * (kind != "DEEPSPEED"),
             Line("use_cpu", False),
         )
     ]

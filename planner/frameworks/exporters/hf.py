@@ -141,11 +141,8 @@ def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
             packed = 'pack, batched=True, batch_size=None, remove_columns=["attention_mask"]'
             parts.append(f'rows["train"] = rows["train"].map({packed})\n')
     parts.append("\n" + call("arguments", "TrainingArguments", argument_lines(request, runs)))
-    parts.append(
-        run("Trainer", "tokenizer")
-        if scored
-        else run("Trainer", "tokenizer", rows='rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates)
-    )
+    rows = "rows" if scored else 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates
+    parts.append(run("Trainer", "tokenizer", rows=rows))
     return "".join(parts)
 
 

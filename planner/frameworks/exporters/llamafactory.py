@@ -75,10 +75,8 @@ def _loss_run(setup: TrainSetup) -> tuple[str, str]:
         if not setup.objective_spec.supervised:
             return "full", "its DPO makes the logits of policy and reference, and their log-softmax"
         if setup.images is not None:
-            return (
-                "full",
-                "no chunked loss, and its Liger switch is not planned with images: the logits are held in full",
-            )
+            why = "no chunked loss, and its Liger switch is not planned with images: the logits are held in full"
+            return "full", why
         return "liger", "no chunked loss; Liger's fused linear cross-entropy holds no logits either"
     if setup.loss == "full" and setup.kernels == "liger" and setup.objective_spec.supervised:
         return "liger", "its one Liger switch takes the loss with the layers' kernels"

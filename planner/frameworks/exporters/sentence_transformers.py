@@ -58,23 +58,17 @@ def _script(request: ExportRequest, runs: TrainSetup) -> str:
     before, lines = hf.loading(request)
     parts += [*before, call("loading", "dict", lines), _MODEL]
     if setup.method != "full":
-        parts.append("\n" + _adapters(request))
+        dtype = f"torch.{DTYPES[setup.resolved_adapter_dtype]}"
+        parts += [
+            "\n" + call("adapter", setup.kind.config, hf.adapter_lines(request)),
+            f"set_seed({request.hyper.seed})  # adapters start alike in every run\n",
+            "model.add_adapter(adapter)\nfor parameter in model.parameters():\n    if parameter.requires_grad:\n",
+            f"        parameter.data = parameter.data.to({dtype})  # add_adapter leaves them in the weights' type\n",
+            "model.transformers_model.enable_input_require_grads()\n" * (setup.checkpointing > 0),
+        ]
     loss = f"Cached{LOSS}(model, mini_batch_size={setup.cached_seqs})" if setup.cached_seqs else f"{LOSS}(model)"
     arguments = call("arguments", "SentenceTransformerTrainingArguments", hf.argument_lines(request, runs))
     return "".join([*parts, "\n", arguments, _RUN.replace("LOSS", loss).replace("COUNTS", COUNTS)])
-
-
-def _adapters(request: ExportRequest) -> str:
-    setup = request.setup
-    dtype = f"torch.{DTYPES[setup.resolved_adapter_dtype]}"
-    return (
-        call("adapter", setup.kind.config, hf.adapter_lines(request))
-        + f"set_seed({request.hyper.seed})  # adapters start alike in every run\n"
-        + "model.add_adapter(adapter)\n"
-        + "for parameter in model.parameters():\n    if parameter.requires_grad:\n"
-        + f"        parameter.data = parameter.data.to({dtype})  # add_adapter leaves them in the weights' type\n"
-        + ("model.transformers_model.enable_input_require_grads()\n" if setup.checkpointing else "")
-    )
 
 
 _IMPORTS = """from sentence_transformers import (

@@ -95,9 +95,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
             "TRL casts the adapters of a quantized base to bf16, which the fp16 loss scaler cannot unscale; "
             "use the hf target, which keeps them in fp32"
         )
-    return (
-        setup.scaler_refusal or common.model_refusal(setup, model, "trl") or several_gpus.sharding_refusal(setup, model)
-    )
+    refused = setup.scaler_refusal or common.model_refusal(setup, model, "trl")
+    return refused or several_gpus.sharding_refusal(setup, model)
 
 
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
