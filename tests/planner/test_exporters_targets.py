@@ -201,6 +201,7 @@ def test_an_attention_that_a_tower_refuses_by_name_is_not_named(target: str) -> 
     [
         ("openai-community/gpt2", "all-linear", "c_attn,c_proj,c_fc"),
         ("EleutherAI/pythia-70m", "all-linear", "query_key_value,dense,dense_h_to_4h,dense_4h_to_h"),
+        ("facebook/opt-350m", "all-linear", "k_proj,v_proj,q_proj,out_proj,fc1,fc2,project_out,project_in"),
         ("google/gemma-3-4b-it", "attention", "q_proj,k_proj,v_proj,o_proj"),
         ("google/gemma-3-4b-it", "all-linear", "vision or audio tower"),
         ("mistralai/Mixtral-8x7B-v0.1", "all-linear", "stacked experts"),
@@ -243,21 +244,6 @@ def test_a_tool_that_would_load_the_towers_is_refused(target: str) -> None:
         assert not EXPORTERS["hf"](request(setup.replace(loss="full"), model=loaded(name))).refused
 
 
-LOSS = {"hf": "full", "unsloth": "chunked"}
-
-
-def test_llamafactory_names_the_projections_outside_the_layers() -> None:
-    """OPT-350m's project_in and project_out: its own "all linear layers" has them, names of the layers alone do not."""
-    model = loaded("facebook/opt-350m")
-    names = [linear.leaf for linear in model.outer_linears]
-    setup = TrainSetup(lora_targets="all-linear", loss="full")
-    launch = TARGETS["llamafactory"].export(request(setup, model=model))
-    (text,) = [file.text for file in launch.files if file.path.endswith("llamafactory.yaml")]
-    (line,) = [line for line in text.splitlines() if line.startswith("lora_target:")]
-    assert names
-    assert all(name in line for name in names)
-
-
 def test_every_model_gets_the_settings_of_its_kind() -> None:
     """What a tool's loading code sees of one model of a kind it sees of all: one is loaded by each tool
     (tests/launch/test_every_model.py, tools/validators/every_type.py)."""
@@ -270,8 +256,8 @@ def test_every_model_gets_the_settings_of_its_kind() -> None:
         for targets in TARGET_SETS:
             setup = TrainSetup(lora_targets=targets, attention=attentions[0], loss="chunked")
             choices.append([bool(tool.refusal(setup, spec)) for tool in TARGETS.values()])
-            for target in ("hf", "unsloth"):  # the others write what hf does
-                text = EXPORTERS[target](request(setup.replace(loss=LOSS[target]), model=spec)).files
+            for target, loss in (("hf", "full"), ("unsloth", "chunked")):  # the others write what hf does
+                text = EXPORTERS[target](request(setup.replace(loss=loss), model=spec)).files
                 lines = text[0].text.splitlines() if text else []
                 choices.append([line for line in lines if any(name in line for name in names)])
         return choices

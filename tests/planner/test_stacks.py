@@ -157,46 +157,39 @@ def test_device_peak_without_expandable_segments() -> None:
     assert median(each) < 0.03
 
 
-PUBLISHED_70B = 36.6e9
-"""Device memory of each GPU. Source: huggingface/peft docs/source/accelerate/deepspeed.md, "Use PEFT QLoRA and
-DeepSpeed with ZeRO3": Llama-2-70B on 2 x 40 GB, batch 2, accumulation 2, 2,048 tokens, rank 8, use_reentrant True."""
-
-
-FSDP_1_70B = 67.5 * 2**30
-"""Llama-2-70B in QLoRA on 2 x 80 GB under FSDP 1, 4 x 4,096 tokens, reentrant: 67 to 68 GiB allocated by version
-(foundation-model-stack/fms-acceleration, docs/accuracy/multi-gpu.md)."""
-
-
 def test_fsdp_1_holds_the_inputs_of_frozen_layers() -> None:
-    """Beside FSDP2's peak one more hidden state of each layer; not in full fine-tuning, nor without checkpointing."""
+    """Beside FSDP2's peak one more hidden state of each layer; not in full fine-tuning, nor without checkpointing.
+
+    Llama-2-70B in QLoRA on 2 x 80 GB, 4 x 4,096 tokens, reentrant: 67 to 68 GiB allocated by version
+    (foundation-model-stack/fms-acceleration, docs/accuracy/multi-gpu.md)."""
     recipe = TrainSetup(
         method="qlora", quantization="nf4", num_gpus=2, parallel="fsdp2", micro_batch_seqs=4, seq_len_tokens=4096
     )
-    model, card = catalogue.load("meta-llama/Llama-2-70b-hf"), find_gpu("a100-80gb")
+    model, card = loaded("meta-llama/Llama-2-70b-hf"), find_gpu("a100-80gb")
     assert model is not None
     fsdp1, two = (
         predict_memory(model, card, recipe.replace(fsdp_version=version, reentrant_checkpointing=True))
         for version in (1, 2)
     )
-    assert fsdp1.peak_allocated_bytes == pytest.approx(FSDP_1_70B, rel=0.06)
+    assert fsdp1.peak_allocated_bytes == pytest.approx(67.5 * GIB, rel=0.06)
     assert any(term.name == HOOKED for term in fsdp1.at_peak())
     hidden_states = 80 * 4 * 4096 * 8192 * 2
     assert fsdp1.peak_allocated_bytes - two.peak_allocated_bytes == pytest.approx(hidden_states, rel=0.06)
-    small = loaded("Qwen/Qwen2.5-0.5B")
     for other in (
         recipe.replace(checkpointing=0),
         TrainSetup(method="full", lora_rank=0, num_gpus=2, parallel="fsdp2"),
     ):
-        peaks = {predict_memory(small, card, other.replace(fsdp_version=version)) for version in (1, 2)}
+        peaks = {predict_memory(MODEL, card, other.replace(fsdp_version=version)) for version in (1, 2)}
         assert len({peak.peak_allocated_bytes for peak in peaks}) == 1
     with pytest.raises(SetupError, match="fsdp_version"):
         TrainSetup(num_gpus=2, parallel="ddp", fsdp_version=1)
 
 
 def test_reentrant_checkpointing_keeps_no_gathered_weight() -> None:
-    """PEFT's published recipe fits its two cards; without the older checkpointing a view of every gathered 4-bit weight
+    """PEFT's published recipe fits its two cards (36.6 GB each, huggingface/peft docs/source/accelerate/deepspeed.md:
+    "Use PEFT QLoRA and DeepSpeed with ZeRO3"); without the older checkpointing a view of every gathered 4-bit weight
     stays alive, and it does not."""
-    model, card = catalogue.load("meta-llama/Llama-2-70b-hf"), find_gpu("a100-40gb")
+    model, card = loaded("meta-llama/Llama-2-70b-hf"), find_gpu("a100-40gb")
     assert model is not None
     recipe = {
         "method": "qlora", "quantization": "nf4-double", "lora_rank": 8, "lora_dropout": 0.1, "optimizer": "adamw",
@@ -205,13 +198,13 @@ def test_reentrant_checkpointing_keeps_no_gathered_weight() -> None:
     }  # fmt: skip
     reentrant = predict_memory(model, card, setup_from_request({**recipe, "reentrant_checkpointing": True}))
     graph = predict_memory(model, card, setup_from_request(recipe))
-    assert reentrant.peak_device_bytes == pytest.approx(PUBLISHED_70B, rel=0.06)
+    assert reentrant.peak_device_bytes == pytest.approx(36.6e9, rel=0.06)
     assert reentrant.peak_device_bytes < card.memory_bytes < graph.peak_device_bytes
 
 
 def test_a_compiled_step_of_torchtune_needs_what_was_published() -> None:
     """Llama 3.1 8B QLoRA, 2 x 2,048, compiled: 7.4 GiB active (torchtune@9bafd16fc:README.md); counted eager 9.7."""
-    model, card = catalogue.load("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
+    model, card = loaded("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")
     assert model is not None
     values = {"precision": "bf16-pure", "micro_batch_seqs": 2, "method": "qlora", "quantization": "nf4-double"}
     setup = setup_from_request({**values, "stack": "torchtune", "loss": "full", "lora_rank": 8, "packing": True})
@@ -233,7 +226,7 @@ def test_a_loss_outside_the_compiled_model_stays_whole() -> None:
 def test_a_cache_that_fills_while_training_is_there_twice() -> None:
     """dlrover's loop (allocated, 8 A100, full and LoRA): its outputs hold the keys and values of all layers, and those
     of the step before until the next forward ends; the logits in fp32, as transformers had them before 4.46."""
-    model, card = catalogue.load("meta-llama/Llama-2-7b-hf"), find_gpu("a100-80gb")
+    model, card = loaded("meta-llama/Llama-2-7b-hf"), find_gpu("a100-80gb")
     assert model is not None
     full = TrainSetup(
         method="full", lora_rank=0, precision="bf16-mixed", optimizer="adamw", attention="flash-attention-2",
@@ -250,7 +243,6 @@ def test_a_cache_that_fills_while_training_is_there_twice() -> None:
 
 def test_older_libraries_keep_more() -> None:
     """Keys repeated to all heads under SDPA, a shifted copy of the logits, the inputs of 4-bit matrices."""
-    assert MODEL is not None
     card, base = find_gpu("a100-80gb"), by("hf", checkpointing=0, expandable_segments=False)
 
     def terms(setup: TrainSetup) -> dict[str, int]:
