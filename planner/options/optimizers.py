@@ -1,7 +1,6 @@
 """The optimizers: bytes, passes over memory, names in every tool, who steps them. To add one, add its row."""
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any, final
 
 from planner.core.records import dataclass
@@ -30,6 +29,20 @@ class States:
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Temporaries:
+    """What a step makes and drops again.
+
+    Attributes:
+        copies: in multiples of all trained parameters.
+        fp32_of_largest: fp32 copies of the largest tensor, and as many again where parameters are 16-bit.
+    """
+
+    copies: int = 0
+    fp32_of_largest: int = 0
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
     """One optimizer.
 
@@ -39,9 +52,7 @@ class Optimizer:
         tie_break: breaks ties in speed: fewer extra packages, nothing lost; smaller is simpler.
         adamw: whether it computes AdamW, so that another AdamW can take its place.
 
-        states: what it keeps from step to step.
-        temporary_copies: of all trained parameters, which a step makes and drops again; temporary_largest: fp32 copies
-            of the largest tensor, and as many again where parameters are 16-bit.
+        states: what it keeps; temporaries: what a step makes.
         paged: states lie in CUDA's managed memory, which PyTorch does not count.
 
         passes: over parameter-sized tensors in one step; extra_bytes: further bytes moved per parameter.
@@ -62,27 +73,26 @@ class Optimizer:
     """
 
     name: str
-    planned: bool = False
-    tie_break: int = 4
-    adamw: bool = True
+    planned: bool
+    tie_break: int
+    adamw: bool
     states: States
-    temporary_copies: int = 0
-    temporary_largest: int = 0
-    paged: bool = False
+    temporaries: Temporaries
+    paged: bool
     passes: float
-    extra_bytes: float = 0.0
+    extra_bytes: float
     kernels_per_tensor: float
-    looped: bool = False
-    cpu_looped: bool = True
-    rate_rule: str = "Adam"
-    bitsandbytes: bool = False
-    steps_dtensors: bool = False
-    steps_on_cpu: bool = False
+    looped: bool
+    cpu_looped: bool
+    rate_rule: str
+    bitsandbytes: bool
+    steps_dtensors: bool
+    steps_on_cpu: bool
     transformers: str
-    aliases: tuple[str, ...] = ()
-    nearest_of: tuple[str, ...] = ()
+    aliases: tuple[str, ...]
+    nearest_of: tuple[str, ...]
     class_path: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any]
 
     def all_state_bytes(self, num_trained: int, size_bytes: int, *, matrix_edge_sum: int) -> int:
         """Bytes of all states, wherever they lie, of parameters of `size_bytes` each.
@@ -107,49 +117,82 @@ class Optimizer:
 
     def step_bytes(self, num_trained: int, size_bytes: int, *, largest_tensor: int) -> int:
         """Temporary bytes of one optimizer step."""
-        of_largest = self.temporary_largest * (1 + int(size_bytes != 4))
-        return self.temporary_copies * size_bytes * num_trained + of_largest * 4 * largest_tensor
+        of_largest = self.temporaries.fp32_of_largest * (1 + int(size_bytes != 4))
+        return self.temporaries.copies * size_bytes * num_trained + of_largest * 4 * largest_tensor
 
 
-_BITSANDBYTES: dict[str, Any] = {"passes": 3.0, "kernels_per_tensor": 1.0, "looped": True, "bitsandbytes": True}
-"""One kernel per tensor, in place."""
+_USUAL: dict[str, Any] = {
+    "adamw": True,
+    "paged": False,
+    "cpu_looped": True,
+    "rate_rule": "Adam",
+    "aliases": (),
+    "nearest_of": (),
+}
+"""What most of them have in common; bytes and passes are every row's own to say."""
+_TORCH: dict[str, Any] = {
+    **_USUAL,
+    "extra_bytes": 0.0,
+    "looped": False,
+    "bitsandbytes": False,
+    "steps_dtensors": True,
+    "steps_on_cpu": True,
+}
+_BITSANDBYTES: dict[str, Any] = {
+    **_USUAL,
+    "temporaries": Temporaries(),  # in place
+    "passes": 3.0,
+    "kernels_per_tensor": 1.0,
+    "looped": True,
+    "bitsandbytes": True,
+    "steps_dtensors": False,
+    "steps_on_cpu": False,
+    "arguments": {},
+}
+
+
+def _row(shared: Mapping[str, Any], **overrides: Any) -> Optimizer:
+    return Optimizer(**{**shared, **overrides})
+
+
 _ROWS = (
     # Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101. PyTorch's default is the foreach form: about 20
     # passes, and one temporary of the size of all trained parameters (the square root of the second moments; PyTorch
     # 2.13 `optim/adamw.py` _multi_tensor_adamw; Mistral-7B in bf16 peaks at 5.00 copies, fms_acceleration, A100).
     # `foreach` is said because meta and CPU tensors would be looped over otherwise.
-    Optimizer(
+    _row(
+        _TORCH,
         name="adamw",
+        planned=False,
         tie_break=1,
         states=States(param_dtype_states=2),
-        temporary_copies=1,
+        temporaries=Temporaries(copies=1),
         passes=20.0,
         kernels_per_tensor=0.3,
-        steps_dtensors=True,
-        steps_on_cpu=True,
         transformers="adamw_torch",
         aliases=("adamw_hf", "adamw"),
         class_path="torch.optim.AdamW",
         arguments={"weight_decay": 0.0, "foreach": True},
     ),
     # The fused kernel reads four tensors and writes three, in place.
-    Optimizer(
+    _row(
+        _TORCH,
         name="adamw-fused",
         planned=True,
         tie_break=0,
         states=States(param_dtype_states=2),
+        temporaries=Temporaries(),
         passes=7.0,
         kernels_per_tensor=0.05,
         cpu_looped=False,
-        steps_dtensors=True,
-        steps_on_cpu=True,
         transformers="adamw_torch_fused",
         aliases=("adamw_apex_fused",),
         class_path="torch.optim.AdamW",
         arguments={"weight_decay": 0.0, "fused": True},
     ),
-    # Dettmers et al. 2022, 8-bit Optimizers, https://arxiv.org/abs/2110.02861.
-    Optimizer(
+    # Dettmers et al. 2022, 8-bit Optimizers, https://arxiv.org/abs/2110.02861; bitsandbytes runs a kernel per tensor.
+    _row(
+        _BITSANDBYTES,
         name="adamw-8bit",
         planned=True,
         tie_break=2,
@@ -166,10 +209,10 @@ _ROWS = (
             "ademamix_8bit",
         ),
         class_path="bitsandbytes.optim.AdamW8bit",
-        **_BITSANDBYTES,
     ),
     # bitsandbytes 0.50 `GlobalPageManager`, `get_paged`: managed memory, evicted to the host under pressure.
-    Optimizer(
+    _row(
+        _BITSANDBYTES,
         name="paged-adamw-8bit",
         planned=True,
         tie_break=3,
@@ -178,36 +221,46 @@ _ROWS = (
         extra_bytes=4.2,
         transformers="paged_adamw_8bit",
         class_path="bitsandbytes.optim.PagedAdamW8bit",
-        **_BITSANDBYTES,
     ),
-    Optimizer(
+    _row(
+        _BITSANDBYTES,
         name="paged-adamw-32bit",
+        planned=False,
+        tie_break=4,
         states=States(fp32=2),
         paged=True,
         extra_bytes=16.0,
         transformers="paged_adamw_32bit",
         aliases=("paged_adamw",),
         class_path="bitsandbytes.optim.PagedAdamW32bit",
-        **_BITSANDBYTES,
     ),
     # Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235. transformers' is a Python loop, tensor by tensor in fp32
     # with two temporaries of the largest (the gradient's square, the update), and casts of gradient and parameter where
     # those are 16-bit (transformers 5.23 `optimization.py`).
-    Optimizer(
+    _row(
+        _USUAL,
         name="adafactor",
+        planned=False,
+        tie_break=4,
         adamw=False,
         states=States(factored=True),
-        temporary_largest=2,
+        temporaries=Temporaries(fp32_of_largest=2),
         passes=16.0,
         extra_bytes=16.0,
         kernels_per_tensor=18.0,
         looped=True,
+        bitsandbytes=False,
+        steps_dtensors=False,
+        steps_on_cpu=False,
         transformers="adafactor",
         class_path="transformers.optimization.Adafactor",
         arguments={"scale_parameter": False, "relative_step": False},
     ),
-    Optimizer(
+    _row(
+        _BITSANDBYTES,
         name="lion-8bit",
+        planned=False,
+        tie_break=4,
         adamw=False,
         states=States(eight_bit=1),
         extra_bytes=2.1,
@@ -215,17 +268,20 @@ _ROWS = (
         transformers="lion_8bit",
         nearest_of=("paged_lion_8bit", "lion_pytorch"),
         class_path="bitsandbytes.optim.Lion8bit",
-        **_BITSANDBYTES,
     ),
     # Without momentum: no state.
-    Optimizer(
+    _row(
+        _TORCH,
         name="sgd",
+        planned=False,
+        tie_break=4,
         adamw=False,
         states=States(),
+        temporaries=Temporaries(),
         passes=3.0,
         kernels_per_tensor=0.05,
         rate_rule="SGD",
-        steps_dtensors=True,
+        steps_on_cpu=False,
         transformers="sgd",
         class_path="torch.optim.SGD",
         arguments={"foreach": True},

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import adapter_kinds, sound
 from benchmarks.oracle import frozen
+from benchmarks.shared import loaded
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import rank_memories
 from planner.models import catalogue
@@ -48,7 +49,7 @@ def points() -> Iterator[tuple[str, str, ModelSpec, str, TrainSetup, int]]:
         yield (
             "adapters",
             cell[1],
-            adapter_kinds.spec_of(cell[0]),
+            loaded(adapter_kinds.MODELS[cell[0]]),
             adapter_kinds.GPU,
             setup,
             record["peak_allocated_bytes"],

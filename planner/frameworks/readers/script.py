@@ -337,8 +337,10 @@ class _Script:
             keys |= {"prefix": "num_virtual_tokens", "low-rank": "init_r"}
             size = lora.integer(keys[row.form], row.usual_size, at_least=1) if row.size else 0
         dropout = lora.real("lora_dropout", 0.0)
-        none = unsloth or (row is not None and not row.adapts_matrices)  # which adapts none: nothing is said
-        targets = common.targets(lora, names or (("all-linear",) if none else ()))
+        if row is not None and not row.adapts_matrices:
+            targets: str | tuple[str, ...] = "all-linear"  # it adapts none: nothing is said
+        else:
+            targets = common.targets(lora, names or (("all-linear",) if unsloth else ()))
         if row is not None and row.form == "scales" and not names and lora.model is not None:
             targets = scaling_targets(lora.model)
             lora.assume(
