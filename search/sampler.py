@@ -17,7 +17,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.records import dataclass
 from planner.setup.outcome import Evidence, FailureKind, Measurement, Prediction, ProbeFailure
 from search.problem import Problem, Result, TransferObservation
 from search.residual import SURPRISE, Encoding, ErrorKernel, Floats, Residual, cdf, encode, parts_of, pdf, share_matrix
@@ -40,27 +39,13 @@ WORDS = {"compile": ("compil", "dynamo", "inductor"), "quantization": ("quantiz"
 OFF = ("none", "False", "0")
 
 
-@dataclass(frozen=True, kw_only=True)
-class FailedTrial:
-    """A candidate that failed (or crawled), with the message it left, in lower case.
-
-    Attributes:
-        pairs_only: it did run, so single values are little to blame: most of them have an own error in the formula's
-            error model already.
-    """
-
-    row: int
-    message: str = ""
-    pairs_only: bool = False
-
-
 class FailureAttribution:
     """All incidents and all good runs so far."""
 
     def __init__(self, encoding: Encoding, num: int) -> None:
         self._encoding = encoding
         self._levels = encoding.levels[:num]
-        self._failed_trials: list[FailedTrial] = []
+        self._failures: list[tuple[int, str, bool]] = []
         self._good: list[int] = []
         self._chance: Floats | None = None
         names = [dimension.name for dimension in encoding.dimensions]
@@ -77,8 +62,14 @@ class FailureAttribution:
         self._good.append(row)
         self._chance = None
 
-    def failed_trial(self, failed_trial: FailedTrial) -> None:
-        self._failed_trials.append(failed_trial)
+    def failed(self, row: int, message: str = "", *, pairs_only: bool = False) -> None:
+        """A candidate failed (or crawled), with the message it left.
+
+        Args:
+            pairs_only: it did run, so single values are little to blame: most of them have an own error in the
+                formula's error model already.
+        """
+        self._failures.append((row, message, pairs_only))
         self._chance = None
 
     def chance(self) -> Floats:
@@ -86,10 +77,10 @@ class FailureAttribution:
         if self._chance is not None:
             return self._chance
         chance = np.ones(len(self._levels))
-        for failed_trial in self._failed_trials:
-            single, pair = self._weights(failed_trial)
+        for row, message, pairs_only in self._failures:
+            single, pair = self._weights(row, message, pairs_only)
             total = single.sum() + pair.sum()
-            shared = (self._levels == self._encoding.levels[failed_trial.row]).astype(np.float64)
+            shared = (self._levels == self._encoding.levels[row]).astype(np.float64)
             if total > 0:
                 share = (shared @ single + ((shared @ pair) * shared).sum(axis=1)) / total
                 chance *= np.maximum(1.0 - share, UNSUSPECTED)
@@ -98,27 +89,27 @@ class FailureAttribution:
         self._chance = chance
         return chance
 
-    def _weights(self, failed_trial: FailedTrial) -> tuple[Floats, Floats]:
+    def _weights(self, failed: int, message: str, pairs_only: bool) -> tuple[Floats, Floats]:
         levels = self._encoding.levels
         cleared = np.zeros(len(self._single), dtype=bool)
         cleared_pair = np.zeros_like(self._pair, dtype=bool)
         for row in self._good:
-            same = levels[row] == levels[failed_trial.row]
+            same = levels[row] == levels[failed]
             cleared |= same
             cleared_pair |= np.outer(same, same)
-        named = self._named(failed_trial)
+        named = self._named(failed, message)
         single = np.where(cleared, 0.0, self._single * named)
-        if failed_trial.pairs_only:
+        if pairs_only:
             single = single * 0.3
         # A message that names both accuses the two together: torch.compile may fail on quantized weights only.
         both = np.where(np.outer(named > 1, named > 1), NAMED**2, 1.0)
         return single, np.where(cleared_pair, 0.0, self._pair * both)
 
-    def _named(self, failed_trial: FailedTrial) -> Floats:
-        text = _letters(failed_trial.message)
+    def _named(self, row: int, message: str) -> Floats:
+        text = _letters(message)
         factors = np.ones(len(self._single))
         for position, dimension in enumerate(self._encoding.dimensions):
-            value = str(self._encoding.values[position][self._encoding.levels[failed_trial.row, position]])
+            value = str(self._encoding.values[position][self._encoding.levels[row, position]])
             if value in OFF:
                 continue
             words = (dimension.name if value in ("True", "1") else value, *WORDS.get(dimension.name, ()))
@@ -194,7 +185,7 @@ class Posterior:
             speed_error = log(evidence.tokens_per_s) - self.log_speed[index]
             surprise |= self.speed.observe_robustly(index, speed_error, SPEED_NOISE_SD) < -SURPRISE
         if surprise:
-            self._blame.failed_trial(FailedTrial(row=index, pairs_only=True))
+            self._blame.failed(index, pairs_only=True)
         else:
             self._blame.succeeded(index)
         candidate = self.problem.candidates[index]
@@ -217,12 +208,12 @@ class Posterior:
 
     def _tell_failure(self, index: int, failure: ProbeFailure) -> None:
         if failure.kind is not FailureKind.OUT_OF_MEMORY:
-            self._blame.failed_trial(FailedTrial(row=index, message=failure.message.lower()))
+            self._blame.failed(index, failure.message)
             return
         limit = log(max(self.problem.memory_bytes, self.problem.budget_bytes))
         if self.memory.observe_censored(index, limit - self.log_memory[index]) > SURPRISE:
             # Nothing that grows with the setup: a kernel that keeps what no other does. The rest of them still fits.
-            self._blame.failed_trial(FailedTrial(row=index, pairs_only=True))
+            self._blame.failed(index, pairs_only=True)
         # What differs from a setup that ran out of memory only by a larger micro-batch (or rank) runs out too.
         code = self.encoding
         worse = np.ones(self.num, dtype=bool)

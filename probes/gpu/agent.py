@@ -27,15 +27,14 @@ HOST = "127.0.0.1"
 
 def main(argv: Sequence[str]) -> int:
     at = list(argv).index("--")
-    errand = begin(argv[:at], __doc__)
-    request = errand.request
-    if errand.status_fd is not None:
-        os.dup2(errand.status_fd, STATUS_FD, inheritable=True)
-        os.close(errand.status_fd)
-    status = StatusPipe(STATUS_FD if errand.status_fd is not None else None)
+    request, args = begin(argv[:at], __doc__)
+    if args.status_fd is not None:
+        os.dup2(args.status_fd, STATUS_FD, inheritable=True)
+        os.close(args.status_fd)
+    status = StatusPipe(STATUS_FD if args.status_fd is not None else None)
     status.progress(f"starting {request.num_ranks} ranks")
-    command = [*argv[at + 1 :], *errand.arguments, "--parent", str(os.getpid())]
-    command += ["--status-fd", str(STATUS_FD)] if errand.status_fd is not None else []
+    command = [*argv[at + 1 :], str(args.request), str(args.result), "--parent", str(os.getpid())]
+    command += ["--status-fd", str(STATUS_FD)] if args.status_fd is not None else []
     with lease_all(request.devices, status.waiting):
         return run_ranks(request.num_ranks, command)
 

@@ -56,7 +56,9 @@ def measure(request: ProbeRequest, status: StatusPipe, *, alone: bool = False) -
         raise UnsupportedProbe("offloading needs a GPU: on the CPU backend everything is in the host's memory already")
     status.progress("choosing depths")
     depths = _depths(request)  # no GPU needed yet: the one before us may still be measuring
-    rank_info = _seat(request)
+    rank_info = rank_info_of() if request.num_ranks > 1 else RankInfo()
+    if rank_info.size != request.num_ranks:
+        raise UnsupportedProbe(f"a setup on {request.num_ranks} GPUs needs as many ranks, got {rank_info.size}")
     devices = request.devices
     request = replace(request, device=devices[rank_info.local_rank])
     lease = _claim_device(request, rank_info, status)
@@ -83,20 +85,6 @@ def measure(request: ProbeRequest, status: StatusPipe, *, alone: bool = False) -
         )
         mine = _assemble(request, depths, runner, bandwidth)
         return process_group.worst(mine) or mine
-
-
-def _seat(request: ProbeRequest) -> RankInfo:
-    """This process's place in the job that the request asks for.
-
-    Raises:
-        UnsupportedProbe: the job was started with another number of processes.
-    """
-    if request.num_ranks == 1:
-        return RankInfo()
-    rank_info = rank_info_of()
-    if rank_info.size != request.num_ranks:
-        raise UnsupportedProbe(f"a setup on {request.num_ranks} GPUs needs as many ranks, got {rank_info.size}")
-    return rank_info
 
 
 def _claim_device(request: ProbeRequest, rank_info: RankInfo, status: StatusPipe) -> DeviceLease:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from planner.core.records import dataclass
 from planner.core.units import gib
 from planner.setup.outcome import Measurement
-from probes.gpu.ranks import RankInfo, worst_first
+from probes.gpu.ranks import RankInfo
 
 MIN_TIMEOUT_S = 5.0
 MAX_TIMEOUT_S = 600.0
@@ -61,7 +61,7 @@ class ProcessGroup:
 
 def merge(every: Sequence[Measurement]) -> Measurement:
     """One measurement of a job from those of its ranks, in order of rank."""
-    order = worst_first([measurement.peak_device_bytes for measurement in every])
+    order = sorted(range(len(every)), key=lambda rank: (-every[rank].peak_device_bytes, rank))
     worst = every[order[0]]
     peaks = tuple((f"rank {rank}", 1, every[rank].peak_device_bytes) for rank in order)
     spread_bytes = peaks[0][2] - peaks[-1][2]

@@ -5,7 +5,7 @@ No torch here: the runner decides from what the ranks and torchrun's agent told 
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
@@ -160,13 +160,3 @@ class RankReport:
     @staticmethod
     def _of(rank: int, size: int, message: str) -> str:
         return f"rank {rank} of {size}: {message}"
-
-
-def rank_failure_event(kind: FailureKind, message: str) -> dict[str, str]:
-    """What a rank tells the runner before it ends; short enough to reach the pipe in one piece."""
-    return {"kind": kind.value, "message": message[:1000]}
-
-
-def worst_first(peaks: Sequence[int]) -> list[int]:
-    """Ranks by their peaks, largest first, lower rank first among equals."""
-    return sorted(range(len(peaks)), key=lambda rank: (-peaks[rank], rank))

@@ -23,12 +23,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from planner.core.records import dataclass
 from planner.setup.codec import Outcome, evidence_to_dict
 from planner.setup.outcome import ProbeFailure
 from probes.gpu.child import StatusPipe
 from probes.gpu.failures import MachineFault, classify_exception, one_line
-from probes.gpu.ranks import rank_failure_event, rank_info_of
+from probes.gpu.ranks import rank_info_of
 from probes.gpu.request import ProbeRequest, write_json_whole
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -106,24 +105,13 @@ def real_measure(request: ProbeRequest, status: StatusPipe) -> Outcome:
     return measure(request, status, alone=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Errand:
-    """What a child of the runner was started with.
-
-    Attributes:
-        arguments: the request's and the result's path, as its own child is started with.
-        status_fd: descriptor of the status pipe, None where nobody listens.
-    """
-
-    request: ProbeRequest
-    arguments: tuple[str, str]
-    result: Path
-    status_fd: int | None
-
-
-def begin(argv: Sequence[str] | None, description: str) -> Errand:
+def begin(argv: Sequence[str] | None, description: str) -> tuple[ProbeRequest, argparse.Namespace]:
     """What every child does first: reads its arguments, ties its life to its parent's, makes its log tolerant and reads
-    the request."""
+    the request.
+
+    Returns:
+        The request, and the arguments: `request` and `result` (paths), `status_fd` (None where nobody listens).
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("request", type=Path)
     parser.add_argument("result", type=Path)
@@ -133,31 +121,26 @@ def begin(argv: Sequence[str] | None, description: str) -> Errand:
     die_with_parent(args.parent)
     sys.stdout, sys.stderr = TolerantLog(1), TolerantLog(2)
     faulthandler.enable()
-    return Errand(
-        request=ProbeRequest.from_dict(json.loads(args.request.read_text(encoding="utf-8"))),
-        arguments=(str(args.request), str(args.result)),
-        result=args.result,
-        status_fd=args.status_fd,
-    )
+    return ProbeRequest.from_dict(json.loads(args.request.read_text(encoding="utf-8"))), args
 
 
 def main(argv: list[str] | None = None, measure: Measure = real_measure) -> int:
     """Runs one request; 0 when a result was delivered, whatever it says."""
-    errand = begin(argv, __doc__)
-    request = errand.request
+    request, args = begin(argv, __doc__)
     rank = rank_info_of().rank if request.num_ranks > 1 else None
-    status = StatusPipe(errand.status_fd, rank)
+    status = StatusPipe(args.status_fd, rank)
     outcome = run(request, measure, status)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if limits[0] != limits[1]:  # room again to write the answer
         resource.setrlimit(resource.RLIMIT_AS, (limits[1], limits[1]))
     if rank is not None:
         if isinstance(outcome, ProbeFailure):
-            status.send("failure", rank_failure_event(outcome.kind, outcome.message))
+            # short enough to reach the pipe in one piece
+            status.send("failure", {"kind": outcome.kind.value, "message": outcome.message[:1000]})
             return EXIT_RANK_FAILED
         if rank > 0:
             return 0
-    if not deliver(outcome, errand.result, status):
+    if not deliver(outcome, args.result, status):
         return EXIT_NO_RESULT
     if rank is not None:
         status.send("delivered", True)

@@ -21,16 +21,16 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 
 _true_device = torch._C.TensorBase.device.__get__
-_true_is_meta = torch._C.TensorBase.is_meta.__get__
+truly_meta: Callable[[torch.Tensor], bool] = torch._C.TensorBase.is_meta.__get__
 _num_modes = torch._C._len_torch_function_stack
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
     """Whether a tensor is truly on meta, also within `with torch.device`, where C++ asks `torch.Tensor`, which lies."""
     if not _num_modes():
-        return bool(_true_is_meta(tensor))
+        return bool(truly_meta(tensor))
     with torch._C.DisableTorchFunction():
-        return bool(_true_is_meta(tensor))
+        return bool(truly_meta(tensor))
 
 
 def _device(tensor: torch.Tensor) -> torch.device:

@@ -14,6 +14,7 @@ import torch
 from probes.dryrun.metaops import grouped_mm, in_place_updates, int8_matmul
 from probes.dryrun.workspaces import temporaries
 from probes.patching import nothing
+from probes.phantom.claims import truly_meta
 from probes.phantom.copies import ready
 from probes.phantom.cuda import refusing
 from probes.phantom.generation import shortened
@@ -30,7 +31,6 @@ from probes.phantom.texts import (
     whispers_parts_stand_in,
 )
 
-_is_meta = torch._C.TensorBase.is_meta.__get__
 _WHISPERS = {"processing": "processor", "feature_extraction": "feature_extractor", "tokenization": "tokenizer"}
 """Of Whisper's modules, what is made by them."""
 _ATTENTION = re.compile(r"flash_attn\w*_func|memory_efficient_attention\w*")
@@ -173,7 +173,7 @@ def _save_nothing(phantom: Phantom, safetensors: Any, patch: Patch) -> None:
     true_file, true_bytes, true_load = safetensors.save_file, safetensors.save, safetensors.load_file
 
     def without_values(tensors: Any) -> bool:
-        return any(isinstance(tensor, torch.Tensor) and _is_meta(tensor) for tensor in tensors.values())
+        return any(isinstance(tensor, torch.Tensor) and truly_meta(tensor) for tensor in tensors.values())
 
     def save_file(tensors: Any, filename: Any, metadata: Any = None, *args: Any, **kwargs: Any) -> None:
         if not without_values(tensors):

@@ -19,7 +19,7 @@ from probes.dryrun.kernels import KernelLog
 from probes.dryrun.tracker import Temporaries, adds_in_place
 from probes.patching import nothing
 from probes.phantom.card import Card, TraceOptions
-from probes.phantom.claims import CPU, CUDA, META, Claims, pinned
+from probes.phantom.claims import CPU, CUDA, META, Claims, pinned, truly_meta
 from probes.phantom.issued import Issued
 from probes.phantom.memory import CardMemory
 from probes.phantom.origins import Origins
@@ -29,7 +29,6 @@ HOST_BYTES = 1 << 18
 """A floating-point tensor of at least so many bytes that the program makes on the CPU is not filled."""
 
 _aten = torch.ops.aten
-_is_meta = torch._C.TensorBase.is_meta.__get__
 
 
 class Phantom(TorchDispatchMode):  # type: ignore[misc]
@@ -240,7 +239,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
 
     def _follow(self, out: Any, target: torch.device, func: Any) -> None:
         for tensor in _flat(out):
-            if _is_meta(tensor):
+            if truly_meta(tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self.claims.devices:
                     self.adopt(storage, target, str(func))
@@ -275,8 +274,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
 
     def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         destination, source = args[0], args[1]
-        values = self.values.real(source) if _is_meta(source) else source
-        if not _is_meta(destination):
+        values = self.values.real(source) if truly_meta(source) else source
+        if not truly_meta(destination):
             if values is not None:
                 destination.copy_(values)
             return destination
@@ -322,7 +321,7 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], boo
     for argument in (*args, *kwargs.values()) if kwargs else args:
         for inner in argument if isinstance(argument, (list, tuple)) else (argument,):
             if isinstance(inner, torch.Tensor):
-                if _is_meta(inner):
+                if truly_meta(inner):
                     metas.append(inner)
                 else:
                     has_real = True
@@ -331,7 +330,7 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], boo
 
 def _on_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if _is_meta(value):
+        if truly_meta(value):
             return value
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
     if type(value) in (list, tuple):

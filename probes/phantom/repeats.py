@@ -19,6 +19,7 @@ import torch
 from planner.core.records import dataclass
 from probes.allocator import Alloc, Event, Free
 from probes.allocator.blocks import SMALL_BYTES
+from probes.phantom.claims import truly_meta
 from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
 
@@ -26,7 +27,6 @@ Requests = tuple[tuple[int, int], ...]
 """(which allocation, its bytes) and, given back, (its complement, 0), in order; the first allocation is number 0."""
 _TOKENS = ("input_ids", "labels")
 _NO_LABEL = -100
-_is_meta = torch._C.TensorBase.is_meta.__get__
 
 
 class _Repeats(BaseException):
@@ -117,7 +117,7 @@ def _likeness(phantom: Phantom, name: str, value: Any) -> Iterator[Any]:
     """What of a trainer's inputs can decide what memory is asked for: shapes, and values but for tokens themselves."""
     if isinstance(value, torch.Tensor):
         yield name, value.dtype, tuple(value.shape), value.stride()
-        values = phantom.values.real(value) if _is_meta(value) else value
+        values = phantom.values.real(value) if truly_meta(value) else value
         if values is not None and not values.dtype.is_floating_point:
             yield hash((values == _NO_LABEL if name.endswith(_TOKENS) else values).contiguous().numpy().tobytes())
     elif isinstance(value, Mapping):

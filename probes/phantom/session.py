@@ -69,7 +69,19 @@ def phantom_gpu(
             mock.patch.object(torch.fx.experimental._config, "meta_nonzero_assume_all_nonzero", True),
         ):
             stack.enter_context(context)
-        _watch(phantom, stack, watcher)
+        hooks: dict[str, list[Hook]] = {}
+        for module_hooks in (libraries.hooks(phantom, stack), tritons.hooks(phantom, stack), world.hooks(stack)):
+            for name, hook in module_hooks.items():
+                hooks.setdefault(name, []).append(hook)
+        if watcher is None:
+            watcher = Watcher()
+            watcher.watch()
+            stack.callback(watcher.stop)
+        watcher.absent = lambda package, library: phantom.note(
+            f"{library} looked for {package}, which is not installed here, and took its path without it: where "
+            f"{package} is installed the program needs another amount"
+        )
+        watcher.add(hooks, {**libraries.AROUND, **tritons.around(phantom)})
         stack.enter_context(phantom)
         yield phantom
         phantom.memory.keep_peaks()
@@ -137,23 +149,3 @@ def _of_a_library(model: Any) -> bool:
     function = vars(model).get("__init__") if isinstance(model, type) else model
     code = getattr(function, "__code__", None)
     return code is not None and from_library(code.co_filename)
-
-
-def _watch(phantom: Phantom, stack: ExitStack, watcher: Watcher | None) -> None:
-    hooks: dict[str, list[Hook]] = {}
-    for library_hooks in (
-        libraries.hooks(phantom, stack),
-        tritons.hooks(phantom, stack),
-        world.hooks(stack),
-    ):
-        for name, hook in library_hooks.items():
-            hooks.setdefault(name, []).append(hook)
-    if watcher is None:
-        watcher = Watcher()
-        watcher.watch()
-        stack.callback(watcher.stop)
-    watcher.absent = lambda package, library: phantom.note(
-        f"{library} looked for {package}, which is not installed here, and took its path without it: where "
-        f"{package} is installed the program needs another amount"
-    )
-    watcher.add(hooks, {**libraries.AROUND, **tritons.around(phantom)})

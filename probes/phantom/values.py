@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from probes.phantom.claims import CPU, META
+from probes.phantom.claims import CPU, META, truly_meta
 
 MAX_INTEGERS = 1 << 22
 MAX_BYTES = 1 << 16
@@ -37,7 +37,6 @@ _KINDS = ("empty", "zeros", "ones", "full")
 _LIKE = frozenset(getattr(_aten, f"{name}_like").default for name in (*_KINDS, "rand", "randn"))
 _NEW = frozenset(getattr(_aten, f"new_{name}").default for name in (*_KINDS, "empty_strided"))
 _TO_COPY = _aten._to_copy.default
-_is_meta = torch._C.TensorBase.is_meta.__get__
 
 
 class Values:
@@ -124,7 +123,7 @@ class Values:
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self.real(value) if _is_meta(value) else value
+            return self.real(value) if truly_meta(value) else value
         if type(value) in (list, tuple):
             return type(value)(self._real(entry) for entry in value)
         return value
