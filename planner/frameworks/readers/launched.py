@@ -116,9 +116,8 @@ class Launches:
             module = shell.flags(command.arguments).get("module")
             places = (f"torchtitan/{part}/{module}/config_registry.py" for part in ("models", "experiments"))
             target = next((place for place in places if inside.read_relative(place) is not None), target)
-        if target.endswith(llamafactory.PROGRAMS) and (
-            reading := self._of_words(command, inside, (llamafactory.FORMAT,))
-        ):
+        of_factory = target.endswith(llamafactory.PROGRAMS)
+        if of_factory and (reading := self._of_words(command, inside, (llamafactory.FORMAT,))):
             return reading
         text = inside.read_by_suffix(target)
         if text is None and target.endswith(".py"):  # `python -m package`
@@ -159,9 +158,8 @@ class Launches:
             return reading if not tools or reading.format in tools else None
         values = shell.flags(command.arguments)
         kind = detect(dict(values))
-        sufficient = (kind == llamafactory.FORMAT and "finetuning_type" in values) or (
-            kind == swift.FORMAT and not tools
-        )
+        of_factory = kind == llamafactory.FORMAT and "finetuning_type" in values
+        sufficient = of_factory or (kind == swift.FORMAT and not tools)
         return self._of_flags(command, kind, inside) if sufficient else None
 
     def _read(self, text: str, path: str, command: shell.Command, inside: FileContext) -> ReadConfig:

@@ -60,9 +60,8 @@ def liger(training: Training, program: Program) -> bool:
 
 def optimizer(trainer: CallResult | None) -> Value | None:
     """transformers' name of the optimizer that is handed to a trainer as an object or class; None: none is."""
-    pair = None
-    for key in ("optimizers", "optimizer_cls_and_kwargs"):
-        pair = pair or (trainer.argument(key) if trainer is not None else None)
+    keys = ("optimizers", "optimizer_cls_and_kwargs") if trainer is not None else ()
+    pair = next((given for key in keys if trainer is not None and (given := trainer.argument(key))), None)
     first = pair.items[0] if isinstance(pair, ListValue) and pair.items else pair
     if first is None or (isinstance(first, Constant) and first.data is None):
         return None
@@ -71,11 +70,8 @@ def optimizer(trainer: CallResult | None) -> Value | None:
     if optimizer_name == "adamw_torch" and isinstance(first, CallResult) and plain(first.argument("fused")) is True:
         optimizer_name = "adamw_torch_fused"
     where = getattr(first, "where", "") or (trainer.where if trainer is not None else "")
-    return (
-        Constant(optimizer_name, where)
-        if optimizer_name
-        else Unknown(f"{where}: an optimizer of its own is handed to the trainer")
-    )
+    why = f"{where}: an optimizer of its own is handed to the trainer"
+    return Constant(optimizer_name, where) if optimizer_name else Unknown(why)
 
 
 def attention(text: str, program: Program) -> str:
@@ -181,13 +177,8 @@ def loaded_again(program: Program, training: Training, text: str) -> tuple[str, 
     trainer = training.trainer
     if trainer is None or not program.trained or "del" in trainer.called or trainer not in program.calls:
         return "", ""
-    trained_name = (
-        plain(named_model(training.loader))
-        if training.loader is not None
-        else plain(training.model)
-        if training.model
-        else ""
-    )
+    named = named_model(training.loader) if training.loader is not None else training.model or Constant("")
+    trained_name = plain(named)
     at_hand = trainer in program.module.names.values()
     for call in program.calls[program.calls.index(trainer) :]:
         if call.name != "from_pretrained" or not (loads_model(call.owner) or call.owner.startswith("AutoPeft")):
@@ -196,13 +187,10 @@ def loaded_again(program: Program, training: Training, text: str) -> tuple[str, 
         base = call.owner.startswith("AutoPeft") or len(set(names)) == 1
         if not at_hand and _function(text, call.where) != _function(text, trainer.where):
             continue
-        quantized = (
-            call.argument("quantization_config") or call.argument("load_in_4bit") or call.argument("load_in_8bit")
-        )
+        quantized = any(call.argument(key) for key in ("quantization_config", "load_in_4bit", "load_in_8bit"))
         if base and not quantized and _on_gpu(call, call):
-            return call.where, common.DTYPES.get(
-                str(plain(call.argument("dtype") or call.argument("torch_dtype"))), "bf16"
-            )
+            dtype = str(plain(call.argument("dtype") or call.argument("torch_dtype")))
+            return call.where, common.DTYPES.get(dtype, "bf16")
     return "", ""
 
 
@@ -276,12 +264,9 @@ TRAINED_QUANTIZERS = re.compile(
 def note(training: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
     """What the memory model does not follow, and what a person should know."""
     lora.leave_out(NOT_COUNTED)
-    if (
-        training.trainer is not None
-        and OBJECTIVES[training.objective].supervised
-        and loops.forwards(training.trainer) == 1
-    ):
-        arguments.approximate(f"the loss of {training.trainer.owner} is its own: counted as the stack's")
+    trainer, supervised = training.trainer, OBJECTIVES[training.objective].supervised
+    if trainer is not None and supervised and loops.forwards(trainer) == 1:
+        arguments.approximate(f"the loss of {trainer.owner} is its own: counted as the stack's")
     if package := TRAINED_QUANTIZERS.search(text):
         arguments.approximate(f"what the quantizers of {package[1]} hold beside the layers is not counted")
     if lora.values and (line := unfreezes_parameters(text)):

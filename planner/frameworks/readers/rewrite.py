@@ -94,9 +94,8 @@ _FLAG = r"""(?<=\s)--{}((?:[ \t]+|=)(?:'[^'\n]*'|"[^"\n]*"|(?!-)[^\s\\;&|#'"]+)|
 
 
 def _word(value: Any) -> str:
-    return shlex.quote(
-        value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict) else str(value)
-    )
+    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    return shlex.quote(text)
 
 
 def _rewrite_mapping(
@@ -216,10 +215,8 @@ def _insert_nested(text: str, name: str, key: str, value: Any, break_: str) -> s
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     pair = _find(root, [outer]) if isinstance(root, yaml.MappingNode) else None
     if pair is None:
-        return (
-            text.rstrip("\r\n \t")
-            + f"{break_}{break_}# {ADDED}{break_}{outer}:{break_}  {inner}: {scalar(value)}{break_}"
-        )
+        block_ = f"{break_}{break_}# {ADDED}{break_}{outer}:{break_}  {inner}: {scalar(value)}{break_}"
+        return text.rstrip("\r\n \t") + block_
     block = pair[1]
     if not isinstance(block, yaml.MappingNode) or block.flow_style or not block.value:
         raise ConfigError(f"{name}: {outer} cannot be extended in place", hint="write it one setting per line")

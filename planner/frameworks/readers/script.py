@@ -519,11 +519,8 @@ class _Script:
         calls = [model.called.get("gradient_checkpointing_enable") for model in self.training_run.model_calls]
         for call in (self.training_run.prepared, *calls):
             kwargs = self.settings(call).raw("gradient_checkpointing_kwargs")
-            if (
-                isinstance(kwargs, dict)
-                and "use_reentrant" in kwargs
-                and not self.arguments.has("gradient_checkpointing")
-            ):
+            given = isinstance(kwargs, dict) and "use_reentrant" in kwargs
+            if given and not self.arguments.has("gradient_checkpointing"):
                 return kwargs["use_reentrant"] is True
         return True
 
@@ -565,17 +562,13 @@ class _Script:
             return over_layers
         if plain(constants.get("PARALLEL")) == "dp" and num_gpus > 1:
             return {"num_gpus": num_gpus, "parallel": "dp"}
-        block = (
-            self.training_run.loader.argument("distributed_config") if self.training_run.loader is not None else None
-        )
+        call = self.training_run.loader
+        block = call.argument("distributed_config") if call is not None else None
         if isinstance(block, CallResult):
             loader.values = {**loader.values, "distributed_config": self.settings(block).values}
         layout = loaded(self.arguments, loader) or sharded(self.arguments)
-        mesh = (
-            self.training_run.arguments.argument("parallelism_config")
-            if isinstance(self.training_run.arguments, CallResult)
-            else None
-        )
+        made = self.training_run.arguments
+        mesh = made.argument("parallelism_config") if made is not None else None
         if isinstance(mesh, CallResult) and num_gpus > 1:
             layout = layout | cut_sequences(self.arguments, self.settings(mesh), layout)
         return parallel_of(self.arguments, layout)

@@ -199,9 +199,8 @@ def zero_stage(settings: Settings, value: Any) -> Layout:
     if not isinstance(value, str):
         raise settings.error("deepspeed", "a path or a block of settings", value)
     path = settings.outside.find(value)
-    text = (
-        read_bounded(path) if path is not None else settings.outside.read_relative(value)
-    )  # a file, or one written before
+    # a file, or one written before
+    text = read_bounded(path) if path is not None else settings.outside.read_relative(value)
     if text is not None:
         parsed = parse_json(text, value) if value.endswith(".json") else parse_yaml(text, value).values
         return stage_of(settings, parsed)

@@ -413,11 +413,8 @@ def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -
             alone = None if inner else _command(words, local_variables)
             handed = _commands(with_ifs(_lines(inner)), local_variables, script) if inner else ()
             for command in handed if alone is None else (alone,):
-                environment = {
-                    key: value
-                    for key, value in local_variables.items()
-                    if key in exported or variables.get(key) != value
-                }
+                pairs = local_variables.items()
+                environment = {key: value for key, value in pairs if key in exported or variables.get(key) != value}
                 yield replace(
                     command,
                     folder=os.path.normpath(os.path.join(folder, command.folder or ".")),
@@ -657,10 +654,8 @@ def nested(words: Sequence[str], variables: dict[str, str] | None = None) -> Com
         tool = PurePosixPath(word).name
         if words[index - 1] == "--entrypoint":
             rest = [*words[index + 1 :]]
-            start = next(
-                (at for at, argument in enumerate(rest) if argument == "-m" or argument.endswith(".py")), len(rest)
-            )
-            return _command([tool, *rest[start:]], variables or {})
+            starts = (at for at, argument in enumerate(rest) if argument == "-m" or argument.endswith(".py"))
+            return _command([tool, *rest[next(starts, len(rest)) :]], variables or {})
         if tool in (*LAUNCHERS, *TOOLS, "bash", "sh") or re.fullmatch(r"python[\d.]*", tool):
             command = _command([*words[index:]], variables or {})
             if command is not None:
@@ -673,11 +668,9 @@ def _launched(launcher: str, words: list[str], shown: int | None) -> Command | N
         return None
     parsed = launcher_arguments.parse_launcher(launcher, words[launcher == "accelerate" :], shown)
     command = _program(list(parsed.rest), parsed.num_gpus, parsed.config)
-    return (
-        replace(command, num_nodes=parsed.num_nodes, open_gpus=parsed.open, layout=parsed.accelerate)
-        if command is not None
-        else None
-    )
+    if command is None:
+        return None
+    return replace(command, num_nodes=parsed.num_nodes, open_gpus=parsed.open, layout=parsed.accelerate)
 
 
 def _program(words: list[str], num_gpus: int | None, config: str) -> Command | None:

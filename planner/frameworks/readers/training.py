@@ -95,7 +95,11 @@ class Training:
 
 def find(program: Program, name: str) -> Training:
     """The training of a program: the first that certainly runs, else the first."""
-    training = Training(trainer=_trainer(program))
+    certain = [trainer for trainer, maybe in program.trained if not maybe]
+    # a verdict on the supervised warm-up of another objective would be none on the program
+    others = (trainer for trainer in certain if trainer.name in OTHER_TRAINERS or trainer.name in PLANNED)
+    trained = [*others, *certain, *(trainer for trainer, _ in program.trained)]
+    training = Training(trainer=trained[0] if trained else _last(program, is_trainer))
     if training.trainer is None and not any(map(holds_arguments, program.calls)):
         training.loop = plain_loop(program.steps, program.calls)
         training.trainer = training.loop.trainer if training.loop is not None else None
@@ -226,17 +230,6 @@ ON_HOST = ("use_cpu", "no_cuda")
 """Arguments that keep a training off the GPU."""
 
 
-def _trainer(program: Program) -> CallResult | None:
-    certain = [trainer for trainer, maybe in program.trained if not maybe]
-    maybe = [trainer for trainer, _ in program.trained]
-    others = [trainer for trainer in certain if trainer.name in OTHER_TRAINERS or trainer.name in PLANNED]
-    if others:  # a verdict on the supervised warm-up would be none on the program
-        return others[0]
-    if certain or maybe:
-        return (certain or maybe)[0]
-    return _last(program, is_trainer)
-
-
 def _last(program: Program, wanted: Callable[[CallResult], bool]) -> CallResult | None:
     return next((call for call in reversed(program.calls) if wanted(call)), None)
 
@@ -291,10 +284,8 @@ def _hands_over(program: Program) -> str:
     foreign = (value.path for value in program.module.names.values() if isinstance(value, ImportedName))
     functions = (path for path in foreign if "." in path and path.rpartition(".")[2][:1].islower())
     ways = (path for path in functions if path in given or path.rpartition(".")[2] in called)
-    return next(
-        (path for path in ways if _TRAINS.search(path) and path.partition(".")[0] not in (*CHANGES_NOTHING, "sklearn")),
-        "",
-    )
+    others = (path for path in ways if path.partition(".")[0] not in (*CHANGES_NOTHING, "sklearn"))
+    return next(filter(_TRAINS.search, others), "")
 
 
 def _other_objective(name: str, objective: str, kind: str) -> NotPlanned:

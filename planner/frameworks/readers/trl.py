@@ -47,11 +47,8 @@ def read(settings: Settings) -> ReadConfig:
         "optimizer": common.optimizer(settings, "optim", of_transformers.optimizer),
         "checkpointing": common.checkpointing(settings, defaults.checkpointing),
     }
-    if (
-        not objective.supervised
-        and fields["method"] != "full"
-        and settings.flag("disable_dropout", not objective.rolls_out)
-    ):
+    adapted = not objective.supervised and fields["method"] != "full"
+    if adapted and settings.flag("disable_dropout", not objective.rolls_out):
         fields["lora_dropout"] = 0.0
     fields["activation_offload"] = common.offloads(settings, fields["checkpointing"])
     fields["selective_checkpointing"] = common.selects(settings, fields)

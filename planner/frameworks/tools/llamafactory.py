@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML (0.9.5), and that of its v1."""
+"""LLaMA-Factory's YAML (0.9.5)."""
 
 from typing import Any
 

@@ -24,9 +24,7 @@ def loader_of(model: CallResult) -> CallResult:
     source = model
     modules = model.argument("modules")
     first = next(iter(items_of(modules) or ()), None) if modules is not None else None
-    if isinstance(
-        first, CallResult
-    ):  # SentenceTransformer(modules=[Transformer(name, max_seq_length=...), Pooling(...)])
+    if isinstance(first, CallResult):  # modules=[Transformer(name, max_seq_length=...), Pooling(...)]
         source = first
     named = source.argument("model_name_or_path", 0)
     inner = model.argument("model_kwargs") or source.argument("model_args")

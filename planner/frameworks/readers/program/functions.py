@@ -124,16 +124,12 @@ class Expressions(Reading):
 
     def cut(self, node: ast.expr, by: ast.Slice, scope: Scope) -> None:
         """Remembers the length to which a list of tokens is cut."""
-        name = _last(node) or (
-            node.slice.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else ""
-        )
+        name = _last(node)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            name = str(node.slice.value)
         upper = self.value(by.upper, scope) if by.upper is not None and by.lower is None else None
-        if (
-            isinstance(upper, Constant)
-            and type(upper.data) is int
-            and upper.data >= 16
-            and str(name).endswith(CUT_NAMES)
-        ):
+        number = isinstance(upper, Constant) and type(upper.data) is int and upper.data >= 16
+        if isinstance(upper, Constant) and number and name.endswith(CUT_NAMES):
             self.program.cuts.append(upper)
 
     def table(self, node: ast.Dict, scope: Scope) -> DictValue:
@@ -175,11 +171,8 @@ class Expressions(Reading):
             if truth is None:
                 unknown = unknown or Undecided(f"{self.place(node, scope)}: depends on a condition")
             elif truth == stops_at:
-                return (
-                    value
-                    if unknown is None or (isinstance(value, Constant) and isinstance(value.data, bool))
-                    else unknown
-                )
+                certain = isinstance(value, Constant) and isinstance(value.data, bool)
+                return value if unknown is None or certain else unknown
         return unknown if unknown is not None else value
 
     def comparison(self, node: ast.Compare, scope: Scope) -> Value:
@@ -374,10 +367,8 @@ class Functions(Expressions):
             if any(child.attr == "named_modules" for child in walked):  # names of every linear layer
                 return Constant("all-linear", f"{call.where}, {node.name}()")
         if any(not same(result, other) for other in others):
-            made = next(
-                (value for value in (result, *others) if isinstance(value, (CallResult, Instance, ListValue))), None
-            )
-            return made if made is not None else Undecided(f"{call.where}: depends on a condition inside the function")
+            made = (value for value in (result, *others) if isinstance(value, (CallResult, Instance, ListValue)))
+            return next(made, Undecided(f"{call.where}: depends on a condition inside the function"))
         return result
 
     def goes_down(self, node: ast.AST, call: CallResult) -> bool:

@@ -408,9 +408,8 @@ def _joined(first: dict[str, Value], other: dict[str, Value], place: str) -> dic
     spend(len(first) + len(other))
     for name in {**first, **other}:
         if name in first and name in other and not same(first[name], other[name]):
-            keep = next(
-                (end[name] for end in (first, other) if isinstance(end[name], (CallResult, Function, Class))), None
-            )
+            kept = (end[name] for end in (first, other) if isinstance(end[name], (CallResult, Function, Class)))
+            keep = next(kept, None)
             different = join_values(first[name], other[name], f"{place} ({name})")
             # one object or another of the same kind: which of them is used is not known
             made = [value.name for value in (first[name], other[name]) if isinstance(value, CallResult)]

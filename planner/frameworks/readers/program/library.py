@@ -59,9 +59,8 @@ MAX_DIGITS = 400
 def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
     match callee.path:
         case "omegaconf.OmegaConf.load" | "OmegaConf.load" if first is not None:
-            return loaded(
-                reader, CallResult("load", positional=[CallResult("open", positional=[first])], where=made.where)
-            )
+            opened = CallResult("open", positional=[first])
+            return loaded(reader, CallResult("load", positional=[opened], where=made.where))
         case "omegaconf.OmegaConf.structured" if isinstance(first, Class):
             return reader.instance(first, CallResult("", where=made.where))
         case "omegaconf.OmegaConf.to_container" | "omegaconf.OmegaConf.create" | "omegaconf.OmegaConf.structured":
@@ -105,11 +104,8 @@ def _of_system(reader: Reading, callee: ImportedName, first: Value | None, made:
         case "open" | "io.open":
             return CallResult("open", positional=made.positional, where=made.where)
         case "os.path.dirname":
-            return (
-                Constant(above(first.data), made.where)
-                if isinstance(first, Constant) and type(first.data) is str
-                else None
-            )
+            path = first.data if isinstance(first, Constant) else None
+            return Constant(above(path), made.where) if type(path) is str else None
         case "os.path.exists" | "os.path.isfile" if (
             isinstance(plain(first), str) and reader.outside.read_exact(plain(first)) is not None
         ):
@@ -223,9 +219,8 @@ def _is_a(value: Value | None, kind: Value) -> bool | None:
 def _in_order(first: Value, made: CallResult, *, backwards: bool) -> Value:
     items = items_of(first)
     values = [plain(item) for item in items or ()]
-    alike = len({type(value) for value in values}) <= 1 and all(
-        isinstance(value, (int, float, str)) for value in values
-    )
+    kinds = {type(value) for value in values}
+    alike = len(kinds) <= 1 and all(issubclass(kind, (int, float, str)) for kind in kinds)
     if items is None or not alike or "key" in made.keywords or backwards:
         return Unknown(f"{made.where}: the order of a list")
     return ListValue(sorted(items, key=plain, reverse=plain(made.keywords.get("reverse")) is True), made.where)
@@ -318,9 +313,8 @@ def _number(name: str, made: CallResult) -> Value:
         return Constant(arguments[0], where_of(kept[0]) or made.where)
     if name == "len" and isinstance(made.positional[0], (DictValue, ListValue)):
         return Constant(len(arguments[0]), made.where)
-    numbers = (
-        all(isinstance(element, (int, float)) for element in arguments[0]) if isinstance(arguments[0], list) else True
-    )
+    elements = arguments[0] if isinstance(arguments[0], list) else []
+    numbers = all(isinstance(element, (int, float)) for element in elements)
     digits = arguments[1] if name == "round" and len(arguments) > 1 else 0
     if (name == "sum" and not numbers) or (isinstance(digits, int) and abs(digits) > MAX_DIGITS):
         return Unknown(f"{made.where}: computed while the program runs")
@@ -335,10 +329,8 @@ def _merged(made: CallResult) -> Value:
     for argument in made.positional:
         inner = as_table(argument)
         if inner is None or inner.more:
-            reason = (
-                argument.reason if isinstance(argument, Unknown) else f"{made.where}: merged with what is not known"
-            )
-            merged.take(inner, reason)
+            why = f"{made.where}: merged with what is not known"
+            merged.take(inner, argument.reason if isinstance(argument, Unknown) else why)
             continue
         for key, value in inner.entries.items():
             before = merged.entries.get(key)
@@ -431,9 +423,7 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             if value.more and is_followed(value.name):
                 return Unknown(value.more)
             defaults = argument_defaults(value)
-            return (
-                defaults[name] if name in defaults else CallResult(name, owner=value.name, receiver=value, where=place)
-            )
+            return defaults.get(name) or CallResult(name, owner=value.name, receiver=value, where=place)
         case Unknown():
             return value
     return CallResult(name, receiver=value, where=place)

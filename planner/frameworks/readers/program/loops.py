@@ -116,9 +116,7 @@ def plain_loop(steps: Steps, made: list[CallResult]) -> Loop | None:
     batch = context.loader.argument("batch_size", 1) or Constant(1, context.loader.where)
     keywords: dict[str, Value] = {"per_device_train_batch_size": batch, **_precision(at, accelerator)}
     keywords["gradient_accumulation_steps"] = _accumulation([where for _, where in updates], accelerator, forward.where)
-    optimizers = ListValue(
-        [next(optimizer for optimizer in map(_optimizer, (step for step, _ in updates)) if optimizer is not None)]
-    )
+    optimizers = ListValue([_optimizer(updates[0][0]) or Constant(None)])
     trainer = CallResult(
         "Trainer",
         keywords={

@@ -385,11 +385,8 @@ def _of_file(reader: Reading, owner: CallResult, made: CallResult) -> dict[str, 
         path = plain(on_command_line(words).get("config", Constant(first)))
     if not isinstance(path, str) or not path.endswith((".yaml", ".yml", ".json")):
         return {}
-    table = as_table(
-        loaded(
-            reader, CallResult("load", positional=[CallResult("open", positional=[Constant(path)])], where=made.where)
-        )
-    )
+    opened = CallResult("open", positional=[Constant(path)])
+    table = as_table(loaded(reader, CallResult("load", positional=[opened], where=made.where)))
     return {} if table is None else table.entries
 
 

@@ -302,9 +302,7 @@ def same(first: Value | None, other: Value | None) -> bool:
     """Whether two values are certainly the same."""
     if first is other:
         return True
-    if isinstance(first, (Constant, ListValue, DictValue, ImportedName)) and isinstance(
-        other, (Constant, ListValue, DictValue, ImportedName)
-    ):
+    if all(isinstance(value, (Constant, ListValue, DictValue, ImportedName)) for value in (first, other)):
         left, right = plain(first), plain(other)
         return not isinstance(left, Unknown) and type(left) is type(right) and bool(left == right)
     return False
