@@ -11,8 +11,7 @@ from planner.core.close import close_names
 from planner.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from finetune_planner.cli.data_options import DataOptions
-    from finetune_planner.cli.request_options import RequestOptions
+    from finetune_planner.cli.request_options import DataOptions, RequestOptions
 
 
 class Options(TypedDict, total=False):
@@ -342,7 +341,7 @@ def _named(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 
 def _data(dataset: str | Path | None) -> "DataOptions":
-    from finetune_planner.cli.data_options import DataOptions
+    from finetune_planner.cli.request_options import DataOptions
 
     return DataOptions(dataset=None if dataset is None else str(dataset))
 

@@ -229,19 +229,7 @@ def program(args: Any, model: Any, model_id: str) -> str:
     trainer = f"{class_name.removesuffix('Config')}Trainer" if class_name.endswith("Config") else "Trainer"
     if class_name.endswith("Config"):
         parts[1] += f"from trl import {class_name}, {trainer}\n"
-    parts.append(call("arguments", class_name, _lines(_arguments(args))))
-    parts.append(f"trainer = {trainer}(model=model, args=arguments, train_dataset=rows)\ntrainer.train()\n")
-    return "".join(parts)
-
-
-def _library_class(args: Any) -> type:
-    """The library's own class of these arguments, also of a program's subclass."""
-    return next(base for base in type(args).__mro__ if base.__module__.startswith(("trl.", "transformers.")))
-
-
-def _arguments(args: Any) -> dict[str, Any]:
-    """The arguments that are not their defaults, as far as they are plain values; what is asked is a card's, also of a
-    run that is rehearsed on the CPU."""
+    # what is not its default, of plain values; what is asked is a card's, also of a run that is rehearsed on the CPU
     arguments = {}
     for field in fields(args):
         default = field.default if field.default is not MISSING else None
@@ -249,7 +237,14 @@ def _arguments(args: Any) -> dict[str, Any]:
         value = getattr(value, "value", value)  # of an enumeration
         if field.init and value != default and _is_plain(value) and field.name not in ("use_cpu", "no_cuda"):
             arguments[field.name] = value
-    return arguments
+    parts.append(call("arguments", class_name, _lines(arguments)))
+    parts.append(f"trainer = {trainer}(model=model, args=arguments, train_dataset=rows)\ntrainer.train()\n")
+    return "".join(parts)
+
+
+def _library_class(args: Any) -> type:
+    """The library's own class of these arguments, also of a program's subclass."""
+    return next(base for base in type(args).__mro__ if base.__module__.startswith(("trl.", "transformers.")))
 
 
 def _plain_fields(settings: Any, *begins: str) -> dict[str, Any]:

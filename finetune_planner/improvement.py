@@ -191,6 +191,11 @@ class _Search:
         budget, config, whole = self.result.budget_bytes, self.result.config, self.start.seq_len_tokens
         certain: Callable[[TrainSetup], bool] = lambda setup: self.verdict(setup) is Verdict.FITS  # noqa: E731
         likely: Callable[[TrainSetup], bool] = lambda setup: self.predicted(setup).peak_device_bytes <= budget  # noqa: E731
+
+        def worth(tried: _Tried) -> tuple[float, ...]:
+            setup = tried.setup
+            return setup.seq_len_tokens, -sum(_harms(self.start, setup)), self.predicted(setup).tokens_per_s or 0.0
+
         tiers = [(level, whole, certain) for level in range(LENGTH_HARM)]
         if self.result.verdict is not Verdict.UNCERTAIN:  # else it may fit as it is
             tiers += [(level, whole, likely) for level in range(LENGTH_HARM)]
@@ -201,22 +206,11 @@ class _Search:
                 within = harm(self.start, after) <= level and after.seq_len_tokens >= shortest
                 return within and config.allows(after, in_place=in_place)
 
-            if nearest := self._nearest(allowed, fits):
-                return nearest
+            # the fewest changes after which it fits: of several the longest sequences, then the least harm, then speed
+            for candidates in self._rounds(allowed, lambda tried: self.predicted(tried.setup).peak_device_bytes):
+                if fitting := [candidate for candidate in candidates if fits(candidate.setup)]:
+                    return max(fitting, key=worth)
         return None
-
-    def _nearest(
-        self, allowed: Callable[[TrainSetup, bool], bool], fits: Callable[[TrainSetup], bool]
-    ) -> _Tried | None:
-        """The fewest changes after which it fits: of several the longest sequences, then the least harm, then speed."""
-        for candidates in self._rounds(allowed, lambda tried: self.predicted(tried.setup).peak_device_bytes):
-            if fitting := [candidate for candidate in candidates if fits(candidate.setup)]:
-                return max(fitting, key=self._worth)
-        return None
-
-    def _worth(self, tried: _Tried) -> tuple[Any, ...]:
-        setup = tried.setup
-        return setup.seq_len_tokens, -sum(_harms(self.start, setup)), self.predicted(setup).tokens_per_s or 0.0
 
     def with_adapters(self) -> Improved:
         """What fits where full fine-tuning does not: adapters, on 4 bits where it takes that; else the start itself."""

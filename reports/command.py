@@ -38,8 +38,12 @@ def request_words(workload: Workload, *, headroom_gib: float | None = None) -> l
     for name, values in workload.fixed.items():
         for value in values if name != "rollout" else ():
             words += _flag(name, value)
-    if rollouts := workload.fixed.get("rollout"):
-        words += _rollout_words(rollouts)
+    rollouts = workload.fixed.get("rollout") or ()
+    for field in fields(Rollout) if rollouts else ():  # what all of them share beyond the defaults
+        first, *others = dict.fromkeys(getattr(rollout, field.name) for rollout in rollouts)
+        named = field.name == "generator" and len(rollouts) == 1
+        if not others and (first != field.default or named):
+            words += _flag(field.name, first)
     if workload.memory_bytes != workload.gpu.memory_bytes:
         words += ["--memory-gib", _shortest(workload.memory_bytes / GIB, _bytes)]
     if headroom_gib is not None:
@@ -50,21 +54,7 @@ def request_words(workload: Workload, *, headroom_gib: float | None = None) -> l
         words += ["--host-memory", _shortest(workload.host_bytes / GIB, _bytes)]
     if workload.min_rank_reason == MIN_RANK_GIVEN:
         words += ["--min-rank", str(workload.min_rank)]
-    words += data_words(workload)
-    if workload.price_source == PRICE_GIVEN and workload.price_per_hour is not None:
-        words += ["--price", _shortest(workload.price_per_hour)]
-    if workload.prefer != "quality":
-        words += ["--prefer", workload.prefer]
-    for option, given in (("--epochs", workload.num_epochs), ("--lr", workload.learning_rate)):
-        words += [option, _shortest(given)] if given else []
-    for target in workload.targets:
-        words += ["--target", target]
-    return words
-
-
-def data_words(workload: Workload) -> list[str]:
-    """The options that say what is trained on."""
-    data, words = workload.data, list[str]()
+    data = workload.data
     if data.file:
         words += ["--dataset", clean(without_secrets(data.file))]
         if data.names:
@@ -75,6 +65,14 @@ def data_words(workload: Workload) -> list[str]:
             words += ["--samples", str(data.num_samples)]
     if data.loss_on == "all" and data.kind != "text":
         words += ["--loss-on", "all"]
+    if workload.price_source == PRICE_GIVEN and workload.price_per_hour is not None:
+        words += ["--price", _shortest(workload.price_per_hour)]
+    if workload.prefer != "quality":
+        words += ["--prefer", workload.prefer]
+    for option, given in (("--epochs", workload.num_epochs), ("--lr", workload.learning_rate)):
+        words += [option, _shortest(given)] if given else []
+    for target in workload.targets:
+        words += ["--target", target]
     return words
 
 
@@ -103,17 +101,6 @@ def cluster_flags(workload: Workload) -> list[str]:
     if cluster.between is not None and cluster.between != plain.between:
         links.append(cluster.between.key)
     return [*words, "--interconnect", "+".join(links)] if links else words
-
-
-def _rollout_words(rollouts: Sequence[Rollout]) -> list[str]:
-    """The options that leave just these rollouts: what all of them share beyond the defaults."""
-    words = []
-    for field in fields(Rollout):
-        first, *others = dict.fromkeys(getattr(rollout, field.name) for rollout in rollouts)
-        named = field.name == "generator" and len(rollouts) == 1
-        if not others and (first != field.default or named):
-            words += _flag(field.name, first)
-    return words
 
 
 def _flag(name: str, value: object) -> list[str]:

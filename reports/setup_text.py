@@ -207,18 +207,14 @@ def gpus_words(workload: Workload) -> str:
 def workload_words(workload: Workload) -> str:
     """ "Qwen/Qwen2.5-7B on RTX 4090 · 2,048 tokens · 16 sequences per step"."""
     model, front = clean(workload.model.model_id), workload.model.front_end
+    images, pictures = workload.images, ""
+    if images is not None:
+        from planner.models.encoders import image_tokens  # late: text alone needs none of it
+
+        pictures = f", {image_tokens(workload.model, images):,} of them of {images.words}"
     clips = "" if front is None else f"clips of {front.seconds:g} s with "
     return (
         f"{model} ({count(workload.model.num_params)} parameters) on {gpus_words(workload)} · "
-        f"{clips}{workload.seq_len_tokens:,} tokens{_of_images(workload)} · "
+        f"{clips}{workload.seq_len_tokens:,} tokens{pictures} · "
         f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.objective_spec.sample)} per step"
     )
-
-
-def _of_images(workload: Workload) -> str:
-    images = workload.images
-    if images is None:
-        return ""
-    from planner.models.encoders import image_tokens  # late: text alone needs none of it
-
-    return f", {image_tokens(workload.model, images):,} of them of {images.words}"

@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finetune_planner.app.progress import say
-from finetune_planner.cli.data_options import NO_DATA_OPTIONS, DataOptions
 from finetune_planner.cli.options import Lookup
-from finetune_planner.cli.request_options import RequestOptions
+from finetune_planner.cli.request_options import NO_DATA_OPTIONS, DataOptions, RequestOptions
 from planner.core.errors import UsageError
 from planner.core.redaction import without_secrets
 from planner.hardware.gpus import find_gpu

@@ -162,13 +162,7 @@ def run(arguments: Sequence[str]) -> int:
     words = complete_arguments(arguments)
     end = words.index("--") if "--" in words else len(words)  # what follows is a program's
     token = FULL.set(FULL_WORD in words[:end])
-    try:
-        return _run([*("--json" if word in (FULL_WORD, BRIEF_WORD) else word for word in words[:end]), *words[end:]])
-    finally:
-        FULL.reset(token)
-
-
-def _run(words: list[str]) -> int:
+    words = [*("--json" if word in (FULL_WORD, BRIEF_WORD) else word for word in words[:end]), *words[end:]]
     completed = completion.write_in(MAIN_COMMAND, {MORE, *COMMANDS, *GROUPS, *GROUP_OPTIONS})
     try:
         called = ["--help"] if words[:1] == [MORE] else words
@@ -190,6 +184,8 @@ def _run(words: list[str]) -> int:
         from finetune_planner.cli.faults import fail_internal
 
         return fail_internal(error, words)
+    finally:
+        FULL.reset(token)
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code itself
         return _interrupted(words)
     return code if isinstance(code, int) else 0

@@ -45,19 +45,6 @@ def calibrate(
             hint="give a file of measurements, or --measure to benchmark this machine's GPU",
         )
     start = load_calibration(str(base) if base is not None else None)
-    answer, lines = _calibrated(start, measurements, measure, microbench, device, gpu)
-    if out is not None:
-        write_text(out, json.dumps(answer["calibration"], indent=1) + "\n")
-        lines += [f"wrote {out}", f"use it: FINETUNE_PLANNER_CALIBRATION={out}"]
-    if as_json:
-        print_json(answer, whole=True)  # which --microbench reads
-    else:
-        console().print("\n".join(lines), markup=False)
-
-
-def _calibrated(
-    start: Calibration, measurements: Path | None, measure: bool, microbench: Path | None, device: str, gpu: str | None
-) -> tuple[dict[str, Any], list[str]]:
     answer: dict[str, Any] = {"schema": 1}
     lines: list[str] = []
     if measure or microbench is not None:
@@ -84,7 +71,13 @@ def _calibrated(
         )
         start = report.calibration
     answer["calibration"] = calibration_to_dict(start)
-    return answer, lines
+    if out is not None:
+        write_text(out, json.dumps(answer["calibration"], indent=1) + "\n")
+        lines += [f"wrote {out}", f"use it: FINETUNE_PLANNER_CALIBRATION={out}"]
+    if as_json:
+        print_json(answer, whole=True)  # which --microbench reads
+    else:
+        console().print("\n".join(lines), markup=False)
 
 
 def _with_figures(

@@ -13,9 +13,8 @@ from finetune_planner.app.levels import answered, chosen_timeline, dry_runs_ahea
 from finetune_planner.app.progress import say
 from finetune_planner.cli import options
 from finetune_planner.cli.answer import HERE, workload_for
-from finetune_planner.cli.data_options import DataOptions
 from finetune_planner.cli.output import console, print_json
-from finetune_planner.cli.request_options import RequestOptions
+from finetune_planner.cli.request_options import DataOptions, RequestOptions
 from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, EnvironmentProblem, PlannerError, UnknownGpuError, UsageError
 from planner.core.notes import Place, place_of, risk

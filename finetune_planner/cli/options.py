@@ -95,11 +95,9 @@ class Lookup:
     @property
     def words(self) -> tuple[str, ...]:
         """As they were typed."""
-        return ("--hub",) * self.hub + self._given("revision") + self._given("like")
-
-    def _given(self, name: str) -> tuple[str, ...]:
-        value = getattr(self, name)
-        return () if value is None else (f"--{name}", value)
+        given = (("--revision", self.revision), ("--like", self.like))
+        named = (word for option, value in given if value is not None for word in (option, value))
+        return (*(("--hub",) * self.hub), *named)
 
     def model(self, name: str) -> "ModelSpec":
         """The model that the word means."""

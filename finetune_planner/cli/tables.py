@@ -14,11 +14,10 @@ import typer
 from finetune_planner.app.cores import on_cores
 from finetune_planner.cli import options
 from finetune_planner.cli.answer import request_for, workload_for
-from finetune_planner.cli.data_options import DataOptions
 from finetune_planner.cli.output import console, show_table
 from finetune_planner.cli.report import Out as OutOf
 from finetune_planner.cli.report import write_html
-from finetune_planner.cli.request_options import JobOptions, RequestOptions, SpaceOptions
+from finetune_planner.cli.request_options import DataOptions, JobOptions, RequestOptions, SpaceOptions
 from finetune_planner.cli.setup_flags import MAX_GPUS, takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, UsageError
 from planner.core.records import dataclass
@@ -193,14 +192,8 @@ def which_model(
 
     Formula level: plan MODEL --gpu GPU then looks closer at one model.
     """
-    plan_request = PlanRequest(
-        fixed=space.fixed(),
-        seq_len=seq_len,
-        global_batch=global_batch,
-        memory_gib=memory.memory_gib,
-        headroom_gib=memory.headroom,
-    )
-    rows, request = models_rows(plan_request, gpu, match)
+    options_of = RequestOptions(**vars(space), **vars(memory), seq_len=seq_len, global_batch=global_batch)
+    rows, request = models_rows(options_of.request(), gpu, match)
     show_table(out, as_json, ModelsSheet(rows, request, every))
     if not any(row.fits for row in rows):
         raise typer.Exit(EXIT_NOTHING_FITS)
@@ -261,13 +254,9 @@ def compare_adapters(
         raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
     if "full" in fixed.get("method", ()):
         raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
-    plan_request = PlanRequest(
-        fixed={"method": ("lora", "qlora"), "kernels": PLANNED_KERNELS, **fixed},  # which every kind runs with
-        seq_len=seq_len,
-        global_batch=global_batch,
-        memory_gib=memory.memory_gib,
-        headroom_gib=memory.headroom,
-    )
+    plan_request = RequestOptions(**vars(space), **vars(memory), seq_len=seq_len, global_batch=global_batch).request()
+    fixed = {"method": ("lora", "qlora"), "kernels": PLANNED_KERNELS, **fixed}  # which every kind runs with
+    plan_request = replace(plan_request, fixed=fixed)
     request = plan_request.workload(options.announced(lookup.model(model)), card)
     # The LoRA that a plan chooses; where none fits, it is said and the command ends.
     command = f"plan {model} --gpu {gpu}"

@@ -36,7 +36,7 @@ from reports.trace import PROTECTIONS, document, svg, text_lines
 
 if TYPE_CHECKING:
     from planner.speed.traced import TracedSpeed
-    from probes.phantom.runner import Ended, TraceOrder
+    from probes.phantom.runner import TraceOrder
 
 NUM_TOKENS = 8192
 """Of a stand-in text, where a program's data set is not at hand."""
@@ -144,7 +144,14 @@ def answer_of(order: "TraceOrder", card: GpuSpec, memory_and_reserve: tuple[int,
         UsageError: the program's own error.
     """
     memory, reserve = memory_and_reserve
-    trace, needs = _run(order)
+    trace, needs = traced(order), None
+    # out of memory, unless the program caught it and went on
+    if trace.refusal is not None and not (trace.status in ("done", "ended") and trace.num_steps):
+        print("plan trace: out of memory; once more without a limit, to see what it needs", file=sys.stderr)
+        try:
+            needs = traced(replace(order, options=replace(order.options, limited=False)))
+        except (EnvironmentProblem, UsageError) as error:
+            say(f"plan trace: {error.message}")
     answer = document(
         trace,
         needs,
@@ -194,21 +201,6 @@ def ask(order: "TraceOrder", executable: str, protection: str, yes: bool) -> Non
         raise typer.Abort
 
 
-def _run(order: "TraceOrder") -> tuple[TraceResult, TraceResult | None]:
-    """The trace, and where the card ran out of memory the trace of the same on a card without limit."""
-    trace = traced(order)
-    if trace.refusal is None:
-        return trace, None
-    if trace.status in ("done", "ended") and trace.num_steps:
-        return trace, None  # the program caught it and went on
-    print("plan trace: out of memory; once more without a limit, to see what it needs", file=sys.stderr)
-    try:
-        return trace, traced(replace(order, options=replace(order.options, limited=False)))
-    except (EnvironmentProblem, UsageError) as error:
-        say(f"plan trace: {error.message}")
-        return trace, None
-
-
 TRAINERS = (
     "unsloth", "unsloth_zoo", "axolotl", "llamafactory", "swift", "torchtune", "litgpt", "liger_kernel", "trl", "peft",
     "accelerate", "bitsandbytes", "lightning", "pytorch_lightning", "sentence_transformers", "setfit", "verl",
@@ -233,27 +225,6 @@ def traced(order: "TraceOrder") -> TraceResult:
             hint=f"run it in the environment that has {ended.absent}; plan check {file} --gpu GPU reads "
             "it without running it",
         )
-    trace = _training(ended)
-    if trace.status == "refused":
-        raise EnvironmentProblem(f"this program cannot be followed: {trace.error}", hint="docs/trace.md lists what can")
-    if trace.status == "untraceable":
-        raise EnvironmentProblem(
-            f"this program cannot be followed: it failed, as it may do here alone: {trace.error}",
-            hint="its traceback is above; docs/trace.md lists what is followed",
-        )
-    if trace.status == "failed":
-        raise UsageError(f"the program failed: {trace.error}", hint="its traceback is above; does it run elsewhere?")
-    if trace.status == "ended" and ended.exit_code and trace.refusal is None:
-        raise UsageError(f"the program ended with exit code {ended.exit_code}", hint="its output is above")
-    if trace.status == "ended" and not trace.num_events:
-        raise EnvironmentProblem(
-            "the program ended without putting anything on the GPU", hint="does it train, and on CUDA?"
-        )
-    return replace(trace, protection=ended.protection)
-
-
-def _training(ended: "Ended") -> TraceResult:
-    """What the process found that trained, else the one that stopped there."""
     if ended.error:
         last = ended.error.strip().splitlines()[-1]
         raise EnvironmentProblem(
@@ -276,7 +247,23 @@ def _training(ended: "Ended") -> TraceResult:
             hint="trace one training program of one process at a time",
         )
     stopped = [result for result in ended.results if result.status in ("refused", "untraceable")]
-    return (trained or stopped or ended.results)[0]  # a launcher that waits for it fails after it
+    trace = (trained or stopped or ended.results)[0]  # a launcher that waits for it fails after it
+    if trace.status == "refused":
+        raise EnvironmentProblem(f"this program cannot be followed: {trace.error}", hint="docs/trace.md lists what can")
+    if trace.status == "untraceable":
+        raise EnvironmentProblem(
+            f"this program cannot be followed: it failed, as it may do here alone: {trace.error}",
+            hint="its traceback is above; docs/trace.md lists what is followed",
+        )
+    if trace.status == "failed":
+        raise UsageError(f"the program failed: {trace.error}", hint="its traceback is above; does it run elsewhere?")
+    if trace.status == "ended" and ended.exit_code and trace.refusal is None:
+        raise UsageError(f"the program ended with exit code {ended.exit_code}", hint="its output is above")
+    if trace.status == "ended" and not trace.num_events:
+        raise EnvironmentProblem(
+            "the program ended without putting anything on the GPU", hint="does it train, and on CUDA?"
+        )
+    return replace(trace, protection=ended.protection)
 
 
 BAND_FRACTION = 0.03
@@ -355,13 +342,17 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
     from probes.phantom.card import TraceOptions, card_of
     from probes.phantom.runner import TraceOrder
 
-    environment, command = _taken_apart(launch.command)
+    words = shlex.split(launch.command)
+    environment: dict[str, str] = {}
+    while words and "=" in words[0] and not words[0].startswith(("-", "/")):
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
     setup, gpu = plan.chosen.setup, plan.workload.gpu
-    say(f"tracing launch/{launch.target}: {shlex.join(without_secrets_in_words(command))}")
+    say(f"tracing launch/{launch.target}: {shlex.join(without_secrets_in_words(words))}")
     try:
         seen = traced(
             TraceOrder(
-                command=command,
+                command=tuple(words),
                 card=card_of(gpu, plan.workload.memory_bytes),
                 options=TraceOptions(
                     limited=False, num_steps=2, num_tokens=setup.seq_len_tokens + 1, objective=setup.objective
@@ -385,12 +376,3 @@ def _traced(plan: Plan, launch: Launch, folder: Path) -> Prediction | ProbeFailu
         memory_band_fraction=BAND_FRACTION,
         notes=seen.notes,
     )
-
-
-def _taken_apart(command: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    words = shlex.split(command)
-    environment = {}
-    while words and "=" in words[0] and not words[0].startswith(("-", "/")):
-        name, _, value = words.pop(0).partition("=")
-        environment[name] = value
-    return environment, tuple(words)

@@ -23,9 +23,8 @@ from finetune_planner.app.cores import on_cores
 from finetune_planner.app.progress import ProgressLine
 from finetune_planner.cli import options
 from finetune_planner.cli.answer import read_data, request_of
-from finetune_planner.cli.data_options import NO_DATA_OPTIONS, DataOptions
 from finetune_planner.cli.output import write_text
-from finetune_planner.cli.request_options import RequestOptions
+from finetune_planner.cli.request_options import NO_DATA_OPTIONS, DataOptions, RequestOptions
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.cli.writing import write_out
 from planner import __version__
@@ -48,10 +47,10 @@ from planner.planning.plan import Plan
 from planner.planning.space import dimension_values
 from planner.samples.dataset import DatasetStats
 from planner.setup import TrainSetup
-from reports.ui import grid_name, grid_script, page
+from reports.ui import FIRST_MODEL, grid_name, grid_script, page, table_site
 
 HOST = "127.0.0.1"
-FIRST_MODEL, FIRST_GPU = "meta-llama/Llama-3.1-8B", "rtx-4090"
+FIRST_GPU = "rtx-4090"
 STATIC_GPUS = ("t4", "rtx-3060", "rtx-3090", "rtx-4090", "l4", "a100-80gb", "h100-sxm", "h200")
 """Cards of a static site where none is named."""
 MAX_CONNECTIONS = 32
@@ -91,7 +90,6 @@ def ui(
         if static is None or model or gpu or data.dataset:
             raise UsageError("--table is the page of a whole table", hint="plan ui --static DIR --table TABLE")
         from finetune_planner.app.bulk import read_table  # late: with pyarrow
-        from reports.table_page import table_site
 
         for name, text in table_site(
             read_table(table_folder), {card.key: card for card in table.all_gpus()}, __version__

@@ -14,9 +14,8 @@ from finetune_planner.app.progress import say
 from finetune_planner.cli import options
 from finetune_planner.cli.answer import request_for
 from finetune_planner.cli.completion import complete_gpu
-from finetune_planner.cli.data_options import DataOptions
 from finetune_planner.cli.output import console, show_table
-from finetune_planner.cli.request_options import JobOptions, RequestOptions, SpaceOptions
+from finetune_planner.cli.request_options import DataOptions, JobOptions, RequestOptions, SpaceOptions
 from finetune_planner.cli.setup_flags import MAX_GPUS, takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, UsageError
 from planner.core.records import dataclass
@@ -142,7 +141,10 @@ def clusters_sheet(
 ) -> ClustersSheet:
     """Every set of GPUs with what the job takes there."""
     bounds, numbers = limits.limits(), clusters.numbers()
-    cards, spec = _cards(clusters.gpu), options.announced(lookup.model(model))
+    named = (options.announced(find_gpu(name)) for name in clusters.gpu or ())
+    cards = list({card.key: card for card in named}.values())
+    cards = cards or [card for card in all_gpus() if card.key in keys_on_demand()]
+    spec = options.announced(lookup.model(model))
     batch = positive("global-batch", request_options.global_batch) or max(DEFAULT_GLOBAL_BATCH, numbers[-1])
     request_options = replace(request_options, global_batch=batch)
     request = request_for(spec, request_options, data.checked())
@@ -156,13 +158,6 @@ def clusters_sheet(
     tokens = round((asked_for.data.epoch_tokens or 0) * asked_for.epochs)
     job_summary = {"job": job_words(asked_for), "tokens": tokens, "global_batch_seqs": batch}
     return ClustersSheet(spec, cluster_options, {**bounds, **job_summary})
-
-
-def _cards(names: Sequence[str] | None) -> list[GpuSpec]:
-    """The cards asked for, or every card that a cloud rents on demand, each once."""
-    if names:
-        return list({card.key: card for card in (options.announced(find_gpu(name)) for name in names)}.values())
-    return [card for card in all_gpus() if card.key in keys_on_demand()]
 
 
 def _jobs(

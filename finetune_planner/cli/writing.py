@@ -186,8 +186,14 @@ def launch_files(
     evaluated = {chosen.setup: chosen}
     names = known_targets(targets)
     for name in sorted(names, key=lambda name: name != chosen.setup.stack):  # the planned program's own files first
-        given = _without_packages(name, chosen.setup, plan.workload)
+        given = chosen.setup
         runs = as_run(name, given, plan.workload)
+        # without further packages: full logits, where it would run the plan's loss with one (transformers and
+        # LLaMA-Factory have no chunked loss but Liger's)
+        whole = rules_packages_out(plan.workload.fixed) and "full" in given.objective_spec.losses
+        if whole and not isinstance(runs, str) and runs.loss in PACKAGED["loss"]:
+            given = given.replace(loss="full")
+            runs = as_run(name, given, plan.workload)
         if not isinstance(runs, str) and runs not in evaluated:
             evaluated[runs] = _evaluate(plan, chosen, runs)
         unfit = isinstance(runs, str) or not evaluated[runs].fits
@@ -205,15 +211,6 @@ def launch_files(
     if folder_texts:
         launches.append(Launch(target=FOLDER, files=folder_texts, complete=False))
     return tuple(launches)
-
-
-def _without_packages(target: str, setup: TrainSetup, workload: Workload) -> TrainSetup:
-    """What a target is given of a plan without further packages: full logits, where it would run the plan's loss with
-    one (transformers and LLaMA-Factory have no chunked loss but Liger's)."""
-    runs = as_run(target, setup, workload)
-    if isinstance(runs, str) or not rules_packages_out(workload.fixed) or runs.loss not in PACKAGED["loss"]:
-        return setup
-    return setup.replace(loss="full") if "full" in setup.objective_spec.losses else setup
 
 
 def request_of(workload: Workload, chosen: Candidate, data: Data, folder: Path) -> ExportRequest:

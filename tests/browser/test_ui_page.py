@@ -64,7 +64,6 @@ def slide(browser: Browser, name: str, value: int) -> None:
 
 def plan_of(model: str, gpu: str, **options: object) -> Plan:
     spec = catalogue.load(model)
-    assert spec is not None
     plan = plan_workload(PlanRequest(**options).workload(spec, find_gpu(gpu)))  # type: ignore[arg-type]
     assert isinstance(plan, Plan)
     return plan
@@ -87,7 +86,6 @@ def test_the_first_button_finds_what_plan_chooses(browser: Browser, address: str
     assert f"micro-batch {setup.micro_batch_seqs} × {setup.seq_len_tokens:,} tokens" in text(browser, "setup")
     tiles = text(browser, "tiles")
     price = plan.workload.price_per_hour
-    assert price is not None
     assert f"${20e6 / chosen.tokens_per_s / 3600 * price:.2f}" in tiles
     assert "1 epoch of 20,000,000 tokens" in tiles
     assert "2026-" in browser.js("return document.getElementById('price').nextElementSibling.textContent")
@@ -118,7 +116,6 @@ def test_a_model_is_found_and_what_is_red_is_mended(browser: Browser, address: s
     assert text(browser, "verdict").startswith("Does not fit")
     assert "QLoRA rank" in text(browser, "fix")
     match = re.search(r"\((.* GiB), ([\d,]+ tokens/s)\)", text(browser, "fix"))
-    assert match is not None
     assert browser.js("return document.getElementById('verdict').className") == "verdict no"
     browser.js("document.getElementById('fix').click()")
     assert text(browser, "verdict").startswith(f"Fits: {match[1]}")
@@ -192,7 +189,6 @@ def test_the_page_of_a_table_answers_for_its_models(width: int, browser: Browser
     change(browser, "method", "lora")
     assert text(browser, "verdict").endswith("2 of 2 GPUs fit.")
     spec = catalogue.load("openai-community/gpt2-xl")
-    assert spec is not None
     for key, shown in zip(("t4", "a100-80gb"), browser.all("#rows tr", "e.innerText"), strict=True):
         answer = plan_workload(PlanRequest(fixed={"method": ("lora",)}, seq_len=1024).workload(spec, find_gpu(key)))
         assert find_gpu(key).name in shown

@@ -29,7 +29,6 @@ def test_a_row_is_what_a_whole_plan_chooses() -> None:
     rows = list(rows_of(Config(model_id=MODEL), grid))
     assert len(rows) == grid.num_plans
     spec = catalogue.load(MODEL)
-    assert spec is not None
     for row in rows:
         plan_request = PlanRequest(fixed={"method": (row["method"],)}, seq_len=row["seq_len_tokens"])
         answer = plan_workload(plan_request.workload(spec, find_gpu(row["gpu"])))
@@ -62,7 +61,6 @@ def test_a_second_call_goes_on_where_the_first_one_ended(tmp_path: Path, capsys:
 
 def test_configurations_of_a_directory_and_of_a_parquet_file(tmp_path: Path) -> None:
     spec = catalogue.load(MODEL)
-    assert spec is not None
     config = dict(spec.config)
     for name, content in {"mine/small": config, "other": {"model_type": "no-such-type"}}.items():
         folder = tmp_path / "configs" / name

@@ -96,7 +96,6 @@ def test_any_name_that_a_file_can_have_is_told(form: list[str], tmp_path: Path, 
 
 
 def test_the_level_of_a_speed_is_the_same_in_words_and_in_json(tmp_path: Path, run: Run) -> None:
-    """Before: "profile" in JSON, which knows memory alone, and "[formula]" in words, of a dry run's own speed too."""
     file = tmp_path / "a.yaml"
     file.write_text(
         FITS.replace("HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B")

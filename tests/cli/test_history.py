@@ -31,7 +31,6 @@ OTHER = "Qwen/Qwen2.5-0.5B"
 def measured(store: Path, workload: Workload, setup: TrainSetup, *, speed: float, device: str = "cuda:0") -> None:
     """A measurement `speed` times as fast as the formula says, with its memory."""
     formula = predict(workload.model, workload.gpu, setup)
-    assert formula.step_time_s is not None
     environment = replace(make_environment(), gpu_name=workload.gpu.key, gpu_key=workload.gpu.key, device=device)
     outcome = Measurement(
         level=Fidelity.PROBE,
@@ -68,7 +67,6 @@ def test_a_slower_card_than_predicted_lowers_the_plans_speed_and_says_so(tmp_pat
     history = history_of(workload, store)
     assert [observation.setup for observation in history] == [candidate.setup for candidate in before.ranked[:4]]
     after = with_history(before, history)
-    assert isinstance(after, Plan)
     assert 0.65 < after.chosen.tokens_per_s / before.chosen.tokens_per_s < 0.95
     (answer,) = [step for step in after.tree if step.question == QUESTION]
     assert "4 measurements (4 of this model)" in answer.reason
@@ -84,7 +82,6 @@ def test_what_was_measured_slow_loses_to_a_rival(tmp_path: Path) -> None:
     for candidate in before.ranked[1:6]:
         measured(store, workload, candidate.setup, speed=1.0)
     after = with_history(before, history_of(workload, store))
-    assert isinstance(after, Plan)
     assert after.chosen.setup != before.chosen.setup
     assert after.chosen.fits
     assert after.ranked[0] == after.chosen

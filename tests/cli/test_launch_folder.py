@@ -142,7 +142,6 @@ def test_a_target_that_packs_nothing_counts_samples_not_the_plans_rows(tmp_path:
     options = RequestOptions(packing=True, method=["lora"], seq_len=1024, global_batch=4, epochs=1)
     plan = plan_workload(replace(workload_for("Qwen/Qwen3-0.6B", "m3 max 64gb", options), data=data))
     mlx = next(launch for launch in launch_files(plan, ["mlx"], tmp_path) if launch.files)
-    assert mlx.runs is not None
     assert not mlx.runs.packing
     assert f"iters: {400 // mlx.runs.micro_batch_seqs} " in mlx.files[0].text
 
@@ -211,7 +210,6 @@ def test_run_sh_installs_the_tested_versions_and_names_the_step_where_they_are_m
     assert (code, "trl needs Python 3.11 or newer" in output, "venv" in output) == (3, True, False)
     _, output = started(folder, "install", stubs=())
     called = re.search(r"CALLED pip install (.+)", output)
-    assert called is not None
     assert {"trl==1.16.0", "transformers==5.23.0", "bitsandbytes==0.50.2"} <= set(called[1].split())
     assert called[1] in (folder / "README.md").read_text()
 

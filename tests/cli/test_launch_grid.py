@@ -51,7 +51,6 @@ def own_setup(plan: Plan, target: str) -> TrainSetup | None:
 @pytest.mark.parametrize(("name", "card"), GRID)
 def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path: Path) -> None:
     model, gpu = catalogue.load(name), find_gpu(card)
-    assert model is not None
     fixed = {"objective": ("classification",)} if model.reads_both_ways else {}
     plan = plan_workload(PlanRequest(fixed=fixed).workload(model, gpu))
     if not isinstance(plan, Plan):
@@ -75,7 +74,6 @@ def test_no_written_file_is_predicted_to_run_out(name: str, card: str, tmp_path:
 @pytest.mark.parametrize(("name", "card"), GRID if STRIDE == 1 else TWO)
 def test_every_place_names_the_same_numbers(name: str, card: str, tmp_path: Path) -> None:
     model, gpu = catalogue.load(name), find_gpu(card)
-    assert model is not None
     plan = plan_workload(PlanRequest().workload(model, gpu))
     if not isinstance(plan, Plan):
         assert (name, card) not in TWO

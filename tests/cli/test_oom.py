@@ -127,7 +127,6 @@ def test_the_part_of_the_run_is_named(phase: str, form: str) -> None:
         "windows": as_python(calls).replace("/", "\\") + "\n" + OLD,
     }[form]
     diagnosis = diagnose(f"{'{loss: 1}'}\n" * 50 + text + "\nsomething after\n")
-    assert diagnosis.phase is not None
     assert diagnosis.phase.name == phase
     assert diagnosis.causes[0].name == phase
     assert diagnosis.causes[0].changes

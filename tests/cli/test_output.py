@@ -40,7 +40,6 @@ def test_a_reader_that_went_away_is_no_error(arguments: list[str], monkeypatch: 
 def test_closed_streams_and_a_width_of_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before: a fault with `--json >&-`; with COLUMNS=0 no text, and 0 as exit code."""
     monkeypatch.setenv("COLUMNS", "0")
     assert run(["models", "smollm"]) == 0
     assert "HuggingFaceTB/SmolLM2-135M" in capsys.readouterr().out
@@ -84,7 +83,6 @@ def test_nothing_below_a_named_folder_leads_out_of_it(tmp_path: Path) -> None:
 
 
 def test_no_command_writes_through_a_link_of_a_stranger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before: `check repo/trl.yaml --fix` wrote what the next shell ran into `~/.bashrc`, and `report DIR` likewise."""
     folder, victim = tmp_path / "plan", tmp_path / "bashrc"
     card = ["--gpu", "rtx-4090", "--no-dry-run"]
     small = ["--global-batch", "4", "--no-extra-packages"]  # hf runs the whole loss, which fits to four sequences

@@ -325,7 +325,6 @@ def test_the_price_of_several_machines_is_of_an_offer_with_their_network(
     card: str, interconnect: str | None, spot: bool, expected: tuple[float | None, str]
 ) -> None:
     model, gpu = catalogue.load("meta-llama/Llama-3.1-8B"), find_gpu(card)
-    assert model is not None
     cluster = make_cluster(gpu, 16, interconnect=interconnect)
     workload = PlanRequest(spot=spot).workload(model, gpu, cluster)
     assert (workload.price_per_hour, workload.price_source) == expected

@@ -65,7 +65,6 @@ def test_a_plan_is_of_the_program_that_is_faster_and_says_what_trl_would_do() ->
     plan = answered(plan_request, dry_run=False, history=False)
     others = [plan_workload(replace(plan_request, targets=(name,))) for name in ("axolotl", "trl")]
     axolotl, trl = (other.chosen for other in others if isinstance(other, Plan))
-    assert isinstance(plan, Plan)
     assert plan.chosen.setup == axolotl.setup
     assert (axolotl.formula.tokens_per_s or 0.0) > 1.03 * (trl.formula.tokens_per_s or 0.0) > 0.0
     trl_alternative = next(alternative for alternative in plan.alternatives if alternative.label == "by TRL")
@@ -139,7 +138,6 @@ def test_a_kind_that_does_not_fit_in_loras_place_may_fit_in_its_own(capsys: pyte
 )
 def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: str) -> None:
     spec, card = catalogue.load(model), find_gpu(gpu)
-    assert spec is not None
     reach = longest_tokens(PlanRequest().workload(spec, card))
     assert set(reach) == {"full", "lora", "qlora"}
     limit = spec.max_position_embeddings or 0

@@ -8,38 +8,14 @@ import pytest
 
 from finetune_planner.cli.app import run
 from planner.core.units import GIB
-from planner.planning.trace_result import TraceResult
 from probes.phantom.runner import Ended, TraceOrder
+from tests.reports.factories import make_trace
 
-PEAK_BYTES = 5 * GIB
-CONTEXT_BYTES = GIB // 2
+DEVICE_BYTES = 11 * GIB // 2
 
 
 def ended(status: str, num_steps: int, error: str = "") -> Ended:
-    result = TraceResult(
-        status=status,
-        error=error,
-        num_steps=num_steps,
-        num_events=10,
-        peak_allocated_bytes=PEAK_BYTES,
-        peak_reserved_bytes=PEAK_BYTES,
-        context_bytes=CONTEXT_BYTES,
-        peak_phase="backward",
-        phase_peaks_bytes={"backward": PEAK_BYTES},
-        by_category=(),
-        by_module=(),
-        by_line=(),
-        by_code=(),
-        by_op=(),
-        refusal=None,
-        notes=(),
-        questions=(),
-        kernels={},
-        timeline=(),
-        libraries={},
-        elapsed_s=1.0,
-    )
-    return Ended(exit_code=0, results=(result,))
+    return Ended(exit_code=0, results=(make_trace(status=status, error=error, num_steps=num_steps),))
 
 
 def plan(
@@ -73,11 +49,11 @@ def test_the_trace_of_the_launch_file_stands_in_the_plan(
     assert order.card.key == "t4"
     assert order.command[0] == "python"
     assert (tmp_path / order.command[1]).is_file()
-    assert (launch["level"], launch["peak_device_bytes"]) == ("trace", PEAK_BYTES + CONTEXT_BYTES)
+    assert (launch["level"], launch["peak_device_bytes"]) == ("trace", DEVICE_BYTES)
     out = " ".join(capsys.readouterr().out.split())
     assert "5.50 GiB on the device" in out
     chosen = json.loads((tmp_path / "plan.json").read_text())["chosen"]
-    assert (chosen["trace"]["peak_device_bytes"], chosen["fits"]) == (PEAK_BYTES + CONTEXT_BYTES, True)
+    assert (chosen["trace"]["peak_device_bytes"], chosen["fits"]) == (DEVICE_BYTES, True)
     assert "Fits. Full fine-tuning: 5.50 GiB" in out
     reports = [(tmp_path / name).read_text() for name in ("report.md", "report.html")]
     assert all("It fits: 5.50 GiB" in text for text in reports)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from finetune_planner.cli.answer import workload_for
-from finetune_planner.cli.data_options import DataOptions
-from finetune_planner.cli.request_options import RequestOptions
+from finetune_planner.cli.request_options import DataOptions, RequestOptions
 from planner.core.errors import NotPlanned, SetupError, UsageError
 from planner.frameworks.exporters import TARGETS, ExportRequest
 from planner.frameworks.hyperparameters import choose

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune_planner.cli.answer import workload_for
-from finetune_planner.cli.data_options import DataOptions
-from finetune_planner.cli.request_options import RequestOptions
+from finetune_planner.cli.request_options import DataOptions, RequestOptions
 from planner.core.errors import UsageError
 from planner.frameworks.exporters import EXPORTERS
 from planner.frameworks.hyperparameters import rate_batch

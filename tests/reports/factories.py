@@ -15,6 +15,7 @@ from planner.memory.workload import Workload
 from planner.models.catalogue import load
 from planner.models.spec import ModelSpec
 from planner.planning.plan import Alternative, Answer, NoPlan, Plan, PrunedBranch, Remedy, SpaceCount
+from planner.planning.trace_result import TraceResult
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES, MemoryTerm
 from planner.setup.outcome import Candidate, Environment, FailureKind, Fidelity, Measurement, Prediction, ProbeFailure
@@ -35,7 +36,6 @@ def make_gpu(key: str = "rtx-4090", name: str = "RTX 4090", memory_gib: float = 
 def make_model(model_id: str = "Qwen/Qwen2.5-7B") -> ModelSpec:
     """Qwen2.5-7B's shape: 7,615,616,512 parameters at 28 layers."""
     spec = load("Qwen/Qwen2.5-7B")
-    assert spec is not None
     return replace(spec, model_id=model_id, config={"model_type": "qwen2"}, config_source="catalogue")
 
 
@@ -144,6 +144,19 @@ def make_measurement(setup: TrainSetup, prediction: Prediction, **changes: Any) 
         "mfu_fraction": 0.41,
     }
     return Measurement(**{**values, **changes})
+
+
+def make_trace(**changes: Any) -> TraceResult:
+    """Two steps that took 5 GiB."""
+    values: dict[str, Any] = {
+        "status": "done", "num_steps": 2, "num_events": 9, "peak_allocated_bytes": 5 * GIB,
+        "peak_reserved_bytes": 5 * GIB, "context_bytes": GIB // 2, "peak_phase": "backward",
+        "phase_peaks_bytes": {"forward": 4 * GIB, "backward": 5 * GIB}, "refusal": None, "kernels": {}, "libraries": {},
+        **dict.fromkeys(
+            ("by_category", "by_module", "by_line", "by_code", "by_op", "notes", "questions", "timeline"), ()
+        ),
+    }  # fmt: skip
+    return TraceResult(**{**values, **changes})
 
 
 def make_setup(**changes: Any) -> TrainSetup:

@@ -69,7 +69,6 @@ def test_statistics_count_each_configuration_once() -> None:
     rows += [a_row(id="b", config_id="c2", allocated_bytes=8 * GIB)]
     rows += [a_row(id="c", config_id="c3", group="y", allocated_bytes=22 * GIB, differs=("other loss",))]
     table = table_of(rows)
-    assert table.overall is not None
     assert (table.overall.num_cases, table.overall.num_configs) == (5, 3)
     assert table.overall.median_error == pytest.approx(0.375)
     assert table.overall.bias == pytest.approx(0.0, abs=1e-9)

@@ -66,7 +66,6 @@ def test_other_answers_have_at_most_18_lines_too(plan_request: dict[str, Any]) -
 
 @pytest.mark.parametrize(("name", "card"), [("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-7B", "t4")])
 def test_a_refusal_begins_with_the_verdict_and_says_what_would_make_it_fit(name: str, card: str) -> None:
-    """Before: the second's risks left no room for what works."""
     lines = shown(planned(name, card, fixed={"method": ("full",)}))
     assert any(line.startswith("Nothing fits:") for line in lines[1:3])
     assert any(line.startswith("→ leave --method out") for line in lines)

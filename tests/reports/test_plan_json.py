@@ -161,7 +161,6 @@ def test_read_plan_json_refuses_what_is_no_plan(tmp_path: Path, text: str) -> No
 def test_timeline_of_finds_the_peak_and_the_largest_tensors() -> None:
     groups = {("loss", "logits"): 50, ("weights", "base"): 70, ("other", "nothing"): 0}
     timeline = timeline_of([(0, 100), (5, 300), (9, 200)], groups, "4 of 28 layers")
-    assert timeline is not None
     assert (timeline.peak_event, timeline.peak_bytes) == (5, 300)
     assert [tensor.name for tensor in timeline.tensors] == ["base", "logits"]
     assert timeline.depth == "4 of 28 layers"
@@ -170,7 +169,6 @@ def test_timeline_of_finds_the_peak_and_the_largest_tensors() -> None:
 def test_timeline_of_nothing_is_none_and_many_tensors_are_cut() -> None:
     assert timeline_of([], {}) is None
     timeline = timeline_of([(0, 1)], {("other", str(size)): size for size in range(1, 100)})
-    assert timeline is not None
     assert len(timeline.tensors) == MAX_TENSORS
     assert timeline.tensors[0].size_bytes == 99
 
@@ -196,7 +194,6 @@ def test_search_values_say_what_fits_and_why_not() -> None:
     ]
     assert search_values(trials[:1], "", 1)["trials"][0]["reason"] == "does not fit"
     chart = search_history(values)
-    assert chart is not None
     assert [point["tokens_per_s"] for point in chart["points"]][1:] == [None, None]
 
 

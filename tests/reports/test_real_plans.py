@@ -30,7 +30,6 @@ SAME_TERMS_BYTES = 1024**2  # terms are named to the byte, the peak of a phase i
 )
 def test_reports_of_a_real_plan_are_the_same_from_plan_json(name: str, gpu: str, fits: bool) -> None:
     model = catalogue.load(name)
-    assert model is not None
     plan_request = PlanRequest(fixed={"method": ("lora", "qlora")}, seq_len=1024, global_batch=8).workload(
         model, find_gpu(gpu)
     )

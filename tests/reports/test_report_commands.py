@@ -144,7 +144,6 @@ def test_which_gpu_gives_the_time_and_the_cost_of_a_data_set(app: typer.Typer, t
         ),
     )  # fmt: skip
     plan = plan_workload(workload)
-    assert isinstance(plan, Plan)
     assert card["duration_s"] == pytest.approx(job_s(workload, plan.chosen))
     assert card["duration_s"] != pytest.approx(workload.epochs * lengths.epoch_tokens / card["tokens_per_s"])  # padding
     assert card["cost_usd"] == pytest.approx(card["duration_s"] / 3600 * card["usd_per_hour"])

@@ -263,7 +263,6 @@ def test_a_narrow_table_of_gpus_cuts_no_key() -> None:
 
 
 def test_alternatives_are_compared_on_one_rung_and_differ_as_their_figures_do() -> None:
-    """A dry-run choice of 17.66 GiB beside a rank at 18.40 GiB by formula was once called 0.17 GiB smaller."""
     plan = make_plan(level=Fidelity.DRY_RUN)
     rows = compared(replace(plan, alternatives=with_trades(plan.chosen, plan.alternatives)))
     assert plan.chosen.memory_evidence.level is Fidelity.DRY_RUN
