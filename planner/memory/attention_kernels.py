@@ -188,7 +188,9 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
         return reason
     if reason := class_refusal(model, setup):
         return reason
-    if setup.images is not None and setup.attention == "flash-attention-2" and _sees_ahead(model):
+    seen_by_flash = setup.images is not None and setup.attention == "flash-attention-2"
+    # transformers 5.23 `create_masks_for_vision_model`, which flash attention does not follow
+    if seen_by_flash and any(attention.sees_ahead for attention in _attentions(model)):
         return (
             f"flash-attention 2 takes no mask, and the tokens of a picture see each other in {model.model_type} by one"
         )
@@ -247,12 +249,6 @@ def halves_refusal(model: ModelSpec, setup: TrainSetup) -> str:
             planned = ", ".join(map(str, allowed))
             return f"{model.model_type} is not planned with {name} {value!r} (planned: {planned})"
     return ""
-
-
-def _sees_ahead(model: ModelSpec) -> bool:
-    """Whether tokens of a picture attend to later ones of it (transformers 5.23 `create_masks_for_vision_model`, which
-    flash attention does not follow)."""
-    return any(attention.sees_ahead for attention in _attentions(model))
 
 
 def experts_refusal(model: ModelSpec, setup: TrainSetup) -> str:
@@ -364,25 +360,17 @@ def attention_kernel(
         return "flash"
     if setup.attention == "eager" or "sdpa" not in model.attentions:
         return "eager"
-    return _sdpa_kernel(model, setup, attention_generation(gpu), attention, qkv_dtype)
-
-
-def _sdpa_kernel(
-    model: ModelSpec, setup: TrainSetup, generation: str, attention: AttentionSpec, qkv_dtype: str
-) -> Kernel:
-    """What `scaled_dot_product_attention` takes on a card of this generation, see `attention_kernel`."""
+    generation = attention_generation(gpu)
     if generation == "metal":
         return "math"
-    half = qkv_dtype != "fp32"
-    old = generation == "before 8.0"
+    half, old = qkv_dtype != "fp32", generation == "before 8.0"
     equal_heads = attention.head_dim == attention.value_head_dim
     fused_width = attention.head_dim <= MAX_FUSED_HEAD_DIM
-    always = model.model_type in ALWAYS_MASKED
     has_mask = handed_mask(model, setup, attention)
     no_backward = generation == "small" and 192 < attention.head_dim <= 224
     if half and not old and equal_heads and fused_width and not has_mask and not no_backward:
         return "flash"
-    if always and attention.num_kv_heads == 1:
+    if model.model_type in ALWAYS_MASKED and attention.num_kv_heads == 1:
         return "math"
     grouped = attention.num_kv_heads != attention.num_heads and equal_heads and fused_width and not has_mask
     by_xformers = half and old and brings_xformers(model.model_type, setup)

@@ -54,11 +54,9 @@ class LayerContext:
         setup = self.setup
         if self.looked_at:
             return self.looked_at // setup.micro_batch_seqs
-        return (
-            self.tokens
-            if setup.packing and not setup.trainer.packs_rows
-            else setup.seq_len_tokens + setup.virtual_tokens
-        )
+        if setup.packing and not setup.trainer.packs_rows:
+            return self.tokens
+        return setup.seq_len_tokens + setup.virtual_tokens
 
     def of_length(self, tokens: int) -> "LayerContext":
         """The same for sequences of so many tokens; 0: of their own length."""
@@ -334,8 +332,12 @@ def inputs_saved(
         return _compiled(linears, context, input_dtype, kept_elsewhere=kept_elsewhere)
     if "lora" in context.fused and any(linear.name in context.adapted for linear in linears):
         return Inputs(adapters=0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements)
-    base = _base_keeps(linears, context, input_dtype, kept_elsewhere=kept_elsewhere)
-    pinned = 0
+    base = pinned = 0
+    cast = context.dtypes.autocast
+    if context.trained and cast and input_dtype != cast:  # once for each
+        base = SIZE_BYTES[cast] * elements * sum(linear.num_active for linear in linears)
+    elif context.trained and not kept_elsewhere:
+        base = SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
     if setup.saves_matmul_inputs and not context.trained and linears[0].quantizes and not pinned_elsewhere:
         pinned = SIZE_BYTES[input_dtype] * elements
     adapted = [linear for linear in linears if linear.name in context.adapted]
@@ -362,16 +364,6 @@ def _compiled(
     return Inputs(base=copy, adapters=inner) if context.trained else Inputs(adapters=copy + inner)
 
 
-def _base_keeps(linears: Sequence[LinearSpec], context: LayerContext, input_dtype: str, *, kept_elsewhere: bool) -> int:
-    """Bytes of their input that trained matrices keep; autocast copies it once for each."""
-    if not context.trained:
-        return 0
-    elements, cast = linears[0].in_features * context.tokens, context.dtypes.autocast
-    if cast and input_dtype != cast:
-        return SIZE_BYTES[cast] * elements * sum(linear.num_active for linear in linears)
-    return 0 if kept_elsewhere else SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
-
-
 def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_dtype: str, *, shared: bool) -> int:
     """Bytes that the adapters of matrices with one input keep; `shared`: something else keeps that input."""
     dtypes, setup = context.dtypes, context.setup
@@ -379,11 +371,12 @@ def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_d
     constant = 0
     if setup.adapter != "lora" and not setup.kind.like_lora:
         constant = sum(_kept_by_kind(linear, context, input_dtype) for linear in adapted)
-        if setup.adapter not in KEEP_INPUTS:
+        if setup.adapter not in ("dora", "adalora", "oft"):  # which keep a copy of their input as LoRA does
             return constant
-    direct, copy_dtype = adapter_input(dtypes, input_dtype)
-    if setup.adapter == "oft":  # also on a quantized base through the type of its rotation
-        direct = dtypes.adapter == input_dtype and dtypes.autocast in (None, input_dtype)
+    # whether adapted matrices share the kept input: OFT's also on a quantized base through the type of its rotation
+    shared_dtype, copy_dtype = dtypes.adapter == input_dtype, dtypes.autocast or dtypes.adapter
+    shared_dtype = shared_dtype or (dtypes.quantized and bool(dtypes.autocast) and setup.adapter != "oft")
+    direct = shared_dtype and dtypes.autocast in (None, input_dtype)
     size = SIZE_BYTES[copy_dtype]
     if setup.lora_dropout > 0:
         # CUDA's fused dropout keeps a mask of one byte; the dropped copy is kept in the type it is multiplied in
@@ -394,14 +387,6 @@ def _adapters_keep(adapted: Sequence[LinearSpec], context: LayerContext, input_d
         extra = len(adapted) * size * elements
     inner = SIZE_BYTES[dtypes.autocast or dtypes.adapter] * setup.lora_rank * context.tokens * len(adapted)
     return extra + (constant or inner)
-
-
-def adapter_input(dtypes: DtypePolicy, input_dtype: str) -> tuple[bool, str]:
-    """Whether adapted matrices share the kept input, and the type it is kept in."""
-    if dtypes.autocast:
-        direct = input_dtype == dtypes.autocast and (dtypes.quantized or dtypes.adapter == input_dtype)
-        return direct, dtypes.autocast
-    return dtypes.adapter == input_dtype, dtypes.adapter
 
 
 def handed_on(dtypes: DtypePolicy, input_dtype: str) -> str:
@@ -418,10 +403,6 @@ def by_input(linears: Sequence[LinearSpec], *, apart: bool = False) -> list[list
         module = linear.name.rpartition(".")[0] if apart else ""
         groups.setdefault((linear.in_features, module, linear.of_encoder), []).append(linear)
     return list(groups.values())
-
-
-KEEP_INPUTS = ("dora", "adalora", "oft")
-"""Of the kinds whose step is not LoRA's, those that keep a copy of their input as it does."""
 
 
 def _kept_by_kind(linear: LinearSpec, context: LayerContext, input_dtype: str) -> int:
@@ -464,18 +445,6 @@ input (relu: its output).
 Source: transformers 5.23 `activations.py`."""
 
 
-def activation_bytes(activation: str, dtypes: DtypePolicy, dtype: str) -> int:
-    """Bytes per element that an activation function keeps, given its input's type.
-
-    A power is on autocast's fp32 list: the composed GELU then keeps a 16-bit product, an fp32 copy of its input, the
-    fp32 tanh and the fp32 sum.
-    """
-    copies = ACTIVATION_COPIES.get(activation, 1)
-    if copies == 4 and dtypes.autocast:
-        return SIZE_BYTES[dtype] + 12
-    return copies * SIZE_BYTES[dtype]
-
-
 def activation_dtype(activation: str, dtypes: DtypePolicy, dtype: str) -> str:
     """Type of the activated tensor: the composed GELU comes out of autocast in fp32."""
     return "fp32" if dtypes.autocast and ACTIVATION_COPIES.get(activation, 1) == 4 else dtype
@@ -507,20 +476,25 @@ def _between_dense(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerConte
     elements = context.tokens * (down[0].in_features if down else mlp.intermediate_size)
     if gated_fused(mlp, context):
         return 2 * SIZE_BYTES[dtype] * elements
-    saved = activation_bytes(mlp.activation, dtypes, dtype)
+    copies = ACTIVATION_COPIES.get(mlp.activation, 1)
+    saved = copies * SIZE_BYTES[dtype]
+    if copies == 4 and dtypes.autocast:
+        # a power is on autocast's fp32 list: the composed GELU keeps a 16-bit product, an fp32 copy of its input, the
+        # fp32 tanh and the fp32 sum
+        saved = SIZE_BYTES[dtype] + 12
     if mlp.kind != "plain":
         saved += SIZE_BYTES[dtype] + SIZE_BYTES[activation_dtype(mlp.activation, dtypes, dtype)]
     return saved * elements
 
 
-def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_dtype: str) -> int:
+def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext) -> int:
     """What routed experts keep: for each of the top-k experts of a token both projections, the activated gate and the
     down projection's output (for its weighting); where experts are trained also the gathered input and the product.
 
     peft's `ParamWrapper` keeps the merged stack of expert weights of the layer, and the graph an unpacked 4-bit one.
-    Grouped multiplication follows the
-    weights' type; Llama 4's batched one is on autocast's list, so its results are 16-bit, and the graph keeps 16-bit
-    copies of a frozen fp32 stack (the k-bit cast makes bare parameters fp32) or of a merged one.
+    Grouped multiplication follows the weights' type; Llama 4's batched one is on autocast's list, so its results are
+    16-bit, and the graph keeps 16-bit copies of a frozen fp32 stack (the k-bit cast makes bare parameters fp32) or of a
+    merged one.
 
     Source: transformers 5.23 `integrations/moe.py` (grouped matrices), `MixtralSparseMoeBlock` and `Llama4TextExperts`;
     peft 0.21 `tuners/lora/layer.py` ParamWrapper; PyTorch `autocast_mode.cpp` (`bmm`).
@@ -534,34 +508,13 @@ def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext, input_d
     saved = routed * (copies * mlp.intermediate_size * multiplied + hidden * size)
     if context.trained or context.stacks:
         saved += routed * (mlp.intermediate_size + hidden) * multiplied
-    if context.setup.trainer.grouped_experts:
-        pass  # its kernels read the stacks as they lie
-    elif context.setup.quantize_experts:
+    if context.setup.trainer.grouped_experts:  # its kernels read the stacks as they lie
+        return saved + 40 * routed + 4 * context.tokens * mlp.num_experts
+    if context.setup.quantize_experts:
         saved += context.unpacked_bytes * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
     elif context.stacks or (multiplied != size and not context.trained):
         saved += multiplied * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
-    tokens = context.tokens
-    return saved + 40 * routed + 4 * tokens * mlp.num_experts
-
-
-def _experts_as_modules(saved: Saved, layer: LayerSpec, context: LayerContext) -> None:
-    """What experts that are modules of their own keep beside `_routed_saved`: the rows that each adds to the
-    result, and with adapters the rows gathered for each expert."""
-    experts = [linear for linear in layer.linears if linear.is_expert and not linear.is_stack]
-    if not experts:
-        return
-    saved.mlp += SIZE_BYTES[context.dtypes.table] * context.tokens * experts[0].num_active * context.hidden
-    if context.trained:
-        return
-    routed = replace(context, tokens=context.tokens * experts[0].num_active)
-    dtype = (
-        context.dtypes.residual
-        if context.dtypes.autocast is None
-        else context.dtypes.linear_out(context.dtypes.residual)
-    )
-    for group in by_input(experts):
-        one_of_each = [replace(linear, num=1, num_active=1) for linear in group]
-        saved.add("mlp", inputs_saved(one_of_each, routed, dtype))
+    return saved + 40 * routed + 4 * context.tokens * mlp.num_experts
 
 
 def add_mlp(
@@ -578,24 +531,29 @@ def add_mlp(
         saved.add("mlp", shared)
         down = [linear for linear in by_role.get("down", ()) if not linear.is_expert]
         saved.mlp += _between_dense(layer.mlp, down, context, normed)
-        _add_last(saved, layer, layer.mlp, down, context, normed)
+        # a fused LoRA function computes the last matrix's input anew
+        unsaved = layer.mlp.activation == "relu" or lora_mlp(layer, context)
+        activated = activation_dtype(layer.mlp.activation, context.dtypes, context.dtypes.linear_out(normed))
+        of_down = inputs_saved(down, context, activated, kept_elsewhere=unsaved)
+        saved.add("mlp", of_down)
+        saved.down = of_down.base + of_down.adapters + of_down.pinned - of_down.pinned_again
     if layer.mlp.kind == "moe":
         if context.trained and not dense:
             saved.add("mlp", inputs_saved(by_role.get("router", ()), context, normed))
-        saved.mlp += _routed_saved(layer.mlp, layer, context, normed) + dispatch_saved(layer, context)
-        _experts_as_modules(saved, layer, context)
-
-
-def _add_last(
-    saved: Saved, layer: LayerSpec, mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, normed: str
-) -> None:
-    """Adds what a dense MLP's last matrix keeps of its input."""
-    dtypes = context.dtypes
-    unsaved = mlp.activation == "relu" or lora_mlp(layer, context)  # the fused function computes the product anew
-    activated = activation_dtype(mlp.activation, dtypes, dtypes.linear_out(normed))
-    of_down = inputs_saved(down, context, activated, kept_elsewhere=unsaved)
-    saved.add("mlp", of_down)
-    saved.down = of_down.base + of_down.adapters + of_down.pinned - of_down.pinned_again
+        saved.mlp += _routed_saved(layer.mlp, layer, context)
+        if expert_parallel(layer, context):
+            # the outputs of a token's experts are weighed where the token is instead of where the expert is, which
+            # keeps as much
+            saved.mlp += PAIR_BYTES * context.tokens * layer.mlp.num_active_experts
+        if experts := [linear for linear in layer.linears if linear.is_expert and not linear.is_stack]:
+            # modules of their own: the rows that each adds to the result, and with adapters those gathered for it
+            routed = replace(context, tokens=context.tokens * experts[0].num_active)
+            saved.mlp += SIZE_BYTES[context.dtypes.table] * routed.tokens * context.hidden
+            residual = context.dtypes.residual
+            dtype = context.dtypes.linear_out(residual) if context.dtypes.autocast else residual
+            for group in by_input(experts) if not context.trained else ():
+                one_of_each = [replace(linear, num=1, num_active=1) for linear in group]
+                saved.add("mlp", inputs_saved(one_of_each, routed, dtype))
 
 
 # What a layer of routed experts holds where they are dealt out over GPUs: token dispatch, and the experts' own group.
@@ -615,13 +573,6 @@ def expert_parallel(layer: LayerSpec, context: LayerContext) -> bool:
     return context.setup.expert_degree > 1 and layer.mlp is not None and layer.mlp.kind == "moe"
 
 
-def dispatch_saved(layer: LayerSpec, context: LayerContext) -> int:
-    """Bytes that the dispatch keeps for the backward beyond what routed experts keep anyway: the outputs of a token's
-    experts are weighed where the token is instead of where the expert is, which keeps as much."""
-    assert layer.mlp is not None
-    return PAIR_BYTES * context.tokens * layer.mlp.num_active_experts if expert_parallel(layer, context) else 0
-
-
 def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[tuple[int, int], ...]:
     """Moments of a dealt-out layer's backward beside what it keeps, as `planner.memory.layers.constant_transients`:
     (bytes beside the gathered weights of the whole layer, 0). Zeros of a layer without experts beside others with some.
@@ -637,11 +588,8 @@ def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     rows = size * context.tokens * layer.mlp.num_active_experts * context.hidden
     residual = 2 * context.tokens * SIZE_BYTES[dtypes.residual] * context.hidden
     stacks = [linear.num_weights + linear.num_bias for linear in layer.linears if linear.is_stack]
-    elements, experts, ranks = (
-        sum(stacks),
-        max(linear.num for linear in layer.linears if linear.is_stack),
-        replicas(setup),
-    )
+    elements, ranks = sum(stacks), replicas(setup)
+    experts = max(linear.num for linear in layer.linears if linear.is_stack)
     wide = elements // experts * -(-experts // ranks) * ranks * (SIZE_BYTES["fp32"] if dtypes.autocast else size)
     gradients = size * elements
     recomputed = ((6 if dtypes.autocast else 3) * rows + residual) * (setup.checkpointing > 0)

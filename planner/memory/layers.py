@@ -41,7 +41,9 @@ from planner.setup.allowed import FLEX
 
 
 MASK_ALIGNMENT = 16
-"""Columns of a mask are padded to a multiple of this for the memory-efficient kernel."""
+"""Columns of a mask are padded to a multiple of this for the memory-efficient kernel.
+
+Source: PyTorch `aten/src/ATen/native/transformers/attention.cpp` pad_bias."""
 
 
 def norm_saved(norm: NormSpec, context: LayerContext, input_dtype: str) -> int:
@@ -93,18 +95,6 @@ def post_mlp_norm(layer: LayerSpec) -> NormSpec | None:
     )
 
 
-def norm_output_dtype(norm: NormSpec, context: LayerContext, input_dtype: str) -> str:
-    """RMSNorm multiplies its weight with rows cast back to the input's type; LayerNorm is fp32 under autocast, but
-    where the class casts back itself."""
-    style = context.traits.norm
-    if norm_fused(norm, context):
-        return input_dtype
-    if norm.kind == "rms":
-        table = context.dtypes.adapter if context.tunes_norms and of_tokens(norm) else context.dtypes.table
-        return input_dtype if style == "rms-fp32" else promote(table, input_dtype)
-    return "fp32" if context.dtypes.autocast and style == "layer" else input_dtype
-
-
 def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: str) -> tuple[int, int]:
     """What the attention itself keeps: (queries, keys, values, output, log-sum-exp), (tokens x tokens matrices).
 
@@ -134,7 +124,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         handed = takes_mask and masked(context.setup, attention, masks_packed=context.masks_packed)
         if handed and attention.adds_mask and SIZE_BYTES[context.dtypes.table] == size:
             handed = keys.row_tokens % MASK_ALIGNMENT > 0
-        mask = size * tokens * _aligned(keys.row_tokens) if handed else 0
+        aligned = -(-keys.row_tokens // MASK_ALIGNMENT) * MASK_ALIGNMENT
+        mask = size * tokens * aligned if handed else 0
         if context.setup.attention == FLEX:
             saved_elements += tokens * value_width  # the output before the sinks' share is taken off, and after it
         return size * saved_elements + 4 * tokens * attention.num_heads, mask
@@ -149,14 +140,6 @@ def repeats_keys(attention: AttentionSpec, context: LayerContext) -> bool:
     """Whether a fused kernel is handed keys and values repeated to all heads; a single head is repeated by a view."""
     repeated = context.kernel != "flash" or context.setup.repeats_keys
     return repeated and attention.num_kv_heads not in (1, attention.num_heads)
-
-
-def _aligned(keys: int) -> int:
-    """Columns of a mask as that kernel takes it.
-
-    Source: PyTorch `aten/src/ATen/native/transformers/attention.cpp` pad_bias.
-    """
-    return -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
 
 
 def selective_checkpoint_bytes(layer: LayerSpec, context: LayerContext) -> int:
@@ -193,7 +176,12 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
         by_role.setdefault(linear.role, []).append(linear)
     block_norms = [norm for norm in layer.norms if norm.rows_per_token == 1]
     normed = _normed_dtype(layer, context)
-    _add_stream(saved, layer, block_norms, context)
+    width = context.stream.tokens * context.hidden  # of the stream itself: norms of whole tokens, dropouts
+    saved.norm += sum(norm_saved(norm, context.stream, dtypes.residual) for norm in block_norms)
+    if layer.parallel_residual and len(block_norms) > 1 and not (dtypes.autocast and dtypes.residual != "fp32"):
+        saved.norm -= SIZE_BYTES[dtypes.residual] * width  # both norms of a parallel block keep the same residual
+    if context.traits.residual_dropout:  # masks of one byte after attention(s) and after the MLP
+        saved.norm += (2 + int(layer.cross_attention is not None)) * width
     _add_attention(saved, layer, by_role, context, normed)
     before = saved.total
     late_norms = block_norms[1:] if not layer.parallel_residual else []
@@ -207,10 +195,16 @@ def layer_saved(layer: LayerSpec, context: LayerContext) -> Saved:
 
 
 def _normed_dtype(layer: LayerSpec, context: LayerContext) -> str:
-    """Type of what the layer's first matrices take."""
-    first = next((norm for norm in layer.norms if norm.rows_per_token == 1), None)
-    residual = context.dtypes.residual
-    return residual if first is None else norm_output_dtype(first, context, residual)
+    """Type of what the layer's first matrices take: RMSNorm multiplies its weight with rows cast back to the input's
+    type; LayerNorm is fp32 under autocast, but where the class casts back itself."""
+    norm = next((norm for norm in layer.norms if norm.rows_per_token == 1), None)
+    dtypes, style = context.dtypes, context.traits.norm
+    residual = dtypes.residual
+    if norm is None or norm_fused(norm, context) or (norm.kind == "rms" and style == "rms-fp32"):
+        return residual
+    if norm.kind == "rms":
+        return promote(dtypes.adapter if context.tunes_norms and of_tokens(norm) else dtypes.table, residual)
+    return "fp32" if dtypes.autocast and style == "layer" else residual
 
 
 def qkv_dtype(layer: LayerSpec, context: LayerContext) -> str:
@@ -224,20 +218,6 @@ def input_dtype(linear: LinearSpec, layer: LayerSpec, context: LayerContext) -> 
     if linear.role == "down" and layer.mlp is not None:
         return activation_dtype(layer.mlp.activation, dtypes, made)
     return dtypes.autocast or made if linear.role == "o" else _normed_dtype(layer, context)
-
-
-def _add_stream(saved: Saved, layer: LayerSpec, block_norms: Sequence[NormSpec], context: LayerContext) -> None:
-    """Adds what stands on the residual stream itself: norms of whole tokens, clamps, dropouts."""
-    dtypes, traits = context.dtypes, context.traits
-    width = context.stream.tokens * context.hidden
-    sums = 2 + int(layer.cross_attention is not None)
-    saved.norm += sum(norm_saved(norm, context.stream, dtypes.residual) for norm in block_norms)
-    if layer.parallel_residual and len(block_norms) > 1 and not (dtypes.autocast and dtypes.residual != "fp32"):
-        # both norms of a parallel block keep the same residual
-        saved.norm -= SIZE_BYTES[dtypes.residual] * width
-    if traits.residual_dropout:
-        # masks of one byte after attention(s) and after the MLP
-        saved.norm += sums * width
 
 
 def _add_attention(
@@ -353,7 +333,12 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     if mlp is None:
         return 0, 0
     width, hidden_dtype = mlp_width(layer), dtypes.linear_out(dtypes.residual)
-    gradients = width * _activation_gradients(mlp, context)
+    gradients = (3 if mlp.kind != "plain" else 2) * SIZE_BYTES[hidden_dtype]
+    if _composed(mlp):  # the product of its two halves, in its output's type, and what comes in
+        gradients = 3 * SIZE_BYTES[activation_dtype(mlp.activation, dtypes, hidden_dtype)]
+    elif gated_fused(mlp, context):  # written over gate and up, but for the product's own
+        gradients = SIZE_BYTES[hidden_dtype]
+    gradients *= width
     if gated_fused(mlp, context) and lora_mlp(layer, context) and not _composed(mlp):
         # at the recomputed end: the product, its copy and the last matrix's result
         return 2 * gradients + SIZE_BYTES[hidden_dtype] * context.hidden, gradients
@@ -379,18 +364,7 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
 
 
 def _composed(mlp: MlpSpec) -> bool:
-    """Whether the activation is made of single operations (a composed GELU)."""
     return ACTIVATION_COPIES.get(mlp.activation, 1) == 4 and mlp.kind != "moe"
-
-
-def _activation_gradients(mlp: MlpSpec, context: LayerContext) -> int:
-    """Bytes of the gradients of one element of the activation."""
-    dtype = context.dtypes.linear_out(context.dtypes.residual)
-    if _composed(mlp):  # the product of its two halves, in its output's type, and what comes in
-        return 3 * SIZE_BYTES[activation_dtype(mlp.activation, context.dtypes, dtype)]
-    if gated_fused(mlp, context):  # written over gate and up, but for the product's own
-        return SIZE_BYTES[dtype]
-    return (3 if mlp.kind != "plain" else 2) * SIZE_BYTES[dtype]
 
 
 def at_last_matrix(layer: LayerSpec, context: LayerContext, saved: Saved) -> int:
@@ -430,13 +404,6 @@ def backward_temporary(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     seen = SIZE_BYTES[looked_at_dtype(dtypes)] * context.looked_at  # features of pictures, in their type
     fed = context.stream.tokens * residual + context.gathered_bytes
     fed += context.tokens * _mlp_moments(layer, context, saved)[0] - saved.behind
-    return seen * context.hidden + max(fed, *_outside_the_mlp(layer, context, saved))
-
-
-def _outside_the_mlp(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[int, int]:
-    """As `backward_temporary`, of the norm's backward and of the attention's alone."""
-    dtypes = context.dtypes
-    residual = SIZE_BYTES[dtypes.residual] * context.hidden
     size = SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
     plain = context.traits.norm == "layer" and not dtypes.autocast  # one kernel in the stream's own type
     norms = 5 * 4 if context.traits.norm.startswith("rms") else 3 * (SIZE_BYTES[dtypes.residual] if plain else 4)
@@ -451,14 +418,11 @@ def _outside_the_mlp(layer: LayerSpec, context: LayerContext, saved: Saved) -> t
         of_keys = context.of_keys.tokens * spec.num_heads * (spec.head_dim + spec.value_head_dim) // context.tokens
         attention = scores * spec.num_heads * context.row_tokens
         attention = attention or size * (spec.num_heads * (spec.head_dim + spec.value_head_dim) + of_keys)
-        if (
-            context.looked_at and looked_at_dtype(dtypes) != dtypes.attention_input
-        ):  # before the kernel's copies of them
-            attention = max(attention, SIZE_BYTES["fp32"] * of_keys)
-    return (
-        context.stream.tokens * (residual + norm) - gone,
-        context.stream.tokens * residual + context.gathered_bytes + context.tokens * attention + exchange - saved.late,
-    )
+        if context.looked_at and looked_at_dtype(dtypes) != dtypes.attention_input:
+            attention = max(attention, SIZE_BYTES["fp32"] * of_keys)  # before the kernel's copies of them
+    beside_norm = context.stream.tokens * (residual + norm) - gone
+    beside_attention = context.stream.tokens * residual + context.gathered_bytes + context.tokens * attention
+    return seen * context.hidden + max(fed, beside_norm, beside_attention + exchange - saved.late)
 
 
 def constant_transients(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[tuple[int, int], ...]:
@@ -650,65 +614,56 @@ def layer_costs(
     stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
     costs = []
     for layer, names in zip(model.layer_kinds, adapted, strict=True):
+        attention, looked_at, mask = layer.attention, 0, 0
+        kernel: Kernel = "linear"
         layer_setup = setup.replace_trusted(seq_len_tokens=layer.fixed_tokens) if layer.fixed_tokens else setup
         if layer.frozen:  # as under adapters, of which it has none
             layer_setup = layer_setup.replace_trusted(method="lora")
+        if attention is not None:
+            kernel = attention_kernel(model, layer_setup, gpu, attention, dtypes.attention_input)
+        if layer.is_cross_attention and setup.images is not None:
+            from planner.models.encoders import encoder_of  # late: text alone needs none of it
+
+            frames = setup.micro_batch_seqs * setup.images.num
+            looked_at = frames * encoder_of(model, setup.images).projectors[0].tokens
         context = LayerContext(
             setup=layer_setup,
             dtypes=replace(dtypes, table="fp32") if setup.widens_trained and not layer.frozen else dtypes,
             adapted=names,
-            kernel=_kernel(model, layer, gpu, layer_setup, dtypes),
+            kernel=kernel,
             tokens=layer_setup.forward_tokens,
             hidden=model.hidden_size,
             traits=model.traits,
             masks_packed=masks_packed(model.model_type),
             stacks=stacks,
             fused=fused,
-            looked_at=_looked_at(model, layer, setup),
+            looked_at=looked_at,
         )
-        costs.append(_costs(layer, context))
+        of_layer, tokens = context.dtypes, context.tokens
+        saved = layer_saved(layer, context)
+        saved.norm += kept_by_streams(context)
+        if attention is not None:
+            handed = masked(layer_setup, attention, masks_packed=context.masks_packed)
+            each = mask_bytes(kernel, of_layer, masked=handed, adds=attention.adds_mask)
+            mask = each * tokens * context.row_tokens
+        extra_bytes = tokens * at_last_matrix(layer, context, saved)
+        if setup.adapter == "dora" and names:  # the last matrix's norm, the layer's activations there
+            extra_bytes = max(extra_bytes, magnitude_bytes(layer, context))
+        unpacked = (dequantized_bytes(linear, layer_setup, of_layer.residual) for linear in layer.linears)
+        moments = constant_transients(layer, context, saved)
+        costs.append(
+            LayerCosts(
+                saved=saved,
+                entry=SIZE_BYTES[of_layer.residual] * context.hidden * context.stream.tokens * model.traits.streams,
+                selective_bytes=selective_checkpoint_bytes(layer, context),
+                forward=forward_temporary(layer, context),
+                merged=merged_stacks(layer, context),
+                extra_bytes=extra_bytes,
+                moments=((backward_temporary(layer, context, saved), 0), *moments),
+                dequantized=max(unpacked, default=0),
+                mask=mask,
+                row_tokens=context.row_tokens,
+                kernel=kernel,
+            )
+        )
     return tuple(costs)
-
-
-def _looked_at(model: ModelSpec, layer: LayerSpec, setup: TrainSetup) -> int:
-    """Rows of the micro-batch's pictures that a layer attends to instead of its own tokens."""
-    if not layer.is_cross_attention or setup.images is None:
-        return 0
-    from planner.models.encoders import encoder_of  # late: text alone needs none of it
-
-    return setup.micro_batch_seqs * setup.images.num * encoder_of(model, setup.images).projectors[0].tokens
-
-
-def _costs(layer: LayerSpec, context: LayerContext) -> LayerCosts:
-    setup, dtypes, tokens, traits = context.setup, context.dtypes, context.tokens, context.traits
-    saved = layer_saved(layer, context)
-    saved.norm += kept_by_streams(context)
-    mask = extra_bytes = dequantized = 0
-    if layer.attention is not None:
-        handed = masked(setup, layer.attention, masks_packed=context.masks_packed)
-        each = mask_bytes(context.kernel, dtypes, masked=handed, adds=layer.attention.adds_mask)
-        mask = each * tokens * context.row_tokens
-    if setup.adapter == "dora" and context.adapted:  # the last matrix's norm, the layer's activations there
-        extra_bytes = magnitude_bytes(layer, context)
-    extra_bytes = max(extra_bytes, tokens * at_last_matrix(layer, context, saved))
-    if setup.quantized:
-        dequantized = max([dequantized_bytes(linear, setup, dtypes.residual) for linear in layer.linears], default=0)
-    return LayerCosts(
-        saved=saved,
-        entry=SIZE_BYTES[dtypes.residual] * context.hidden * context.stream.tokens * traits.streams,
-        selective_bytes=selective_checkpoint_bytes(layer, context),
-        forward=forward_temporary(layer, context),
-        merged=merged_stacks(layer, context),
-        extra_bytes=extra_bytes,
-        moments=((backward_temporary(layer, context, saved), 0), *constant_transients(layer, context, saved)),
-        dequantized=dequantized,
-        mask=mask,
-        row_tokens=context.row_tokens,
-        kernel=context.kernel,
-    )
-
-
-def _kernel(model: ModelSpec, layer: LayerSpec, gpu: GpuSpec, setup: TrainSetup, dtypes: DtypePolicy) -> Kernel:
-    if layer.attention is None:
-        return "linear"
-    return attention_kernel(model, setup, gpu, layer.attention, dtypes.attention_input)

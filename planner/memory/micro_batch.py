@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
-from planner.memory.attention_kernels import Kernel
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, dtype_policy_of
 from planner.memory.layer_terms import LayerContext
 from planner.memory.layers import LayerCosts, LayerMoment, layer_costs, norm_saved
@@ -20,43 +19,27 @@ from planner.memory.trained import (
     trained_parameters,
     whole_where_frozen,
 )
-from planner.models.spec import FrontEnd, ModelSpec
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
 # What the forward of a reference holds that an objective asks beside the activations of the policy's forward.
 
 
 class ReferenceForward(NamedTuple):
-    """Bytes of a forward that keeps nothing.
+    """Bytes of a forward that keeps nothing; nothing where no reference is asked.
 
     Attributes:
         frames: what its frames hold: the embeddings, a layer's input, the sum before its second norm, that norm's
             result.
         layer: the largest of one layer's temporaries.
         cached: autocast's copies of a second model's fp32 weights, until its forward ends.
+
+    Source: trl 1.16 `DPOTrainer._compute_loss`, `KTOTrainer._compute_loss` (no_grad, without checkpointing).
     """
 
     frames: int = 0
     layer: int = 0
     cached: int = 0
-
-
-def reference_forward_bytes(
-    model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy, costs: Sequence[LayerCosts], weight_casts: int
-) -> ReferenceForward:
-    """Of one micro-batch; nothing where no reference is asked there.
-
-    Args:
-        weight_casts: autocast's copies of the policy's weights in its forward.
-
-    Source: trl 1.16 `DPOTrainer._compute_loss`, `KTOTrainer._compute_loss` (no_grad, without checkpointing).
-    """
-    if not setup.asks_reference:
-        return ReferenceForward()
-    frames = 4 * SIZE_BYTES[dtypes.residual] * model.hidden_size * setup.forward_tokens
-    return ReferenceForward(
-        frames, max(cost.forward + cost.merged for cost in costs), weight_casts if setup.copies_reference else 0
-    )
 
 
 # What one micro-batch's activations add up to: the type that its terms are handed on in.
@@ -66,6 +49,7 @@ PARTS = (
     "norm", "attention", "scores", "mlp", "adapters", "pinned", "inputs", "bias", "masks", "sound", "output",
 )  # fmt: skip
 """Of what the layers keep."""
+_OF_LAYERS = ("norm", "attention", "scores", "mlp", "adapters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,10 +72,6 @@ class EncoderBytes:
     between_encoder_and_text: int = 0
     forward: int = 0
     backward: tuple[int, ...] = ()
-
-
-NO_ENCODER = EncoderBytes()
-"""Of text alone."""
 
 
 class ActivationParts(NamedTuple):
@@ -125,7 +105,7 @@ class ActivationParts(NamedTuple):
     layer_moments: tuple[LayerMoment, ...] = ()
     forwards: int = 1
     sound: int = 0
-    encoder: EncoderBytes = NO_ENCODER
+    encoder: EncoderBytes = EncoderBytes()  # of text alone
     reference: ReferenceForward = ReferenceForward()
     hooked: int = 0
     cached: int = 0
@@ -162,13 +142,10 @@ class AdapterCasts(NamedTuple):
         return self.always_bytes + int(2 * self.copied * share), int(2 * self.cached * (1 - share))
 
 
-NO_ADAPTER_CASTS = AdapterCasts()
-
-
 def adapter_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> AdapterCasts:
     """The 16-bit copies that autocast makes of a setup's adapters."""
     if setup.method == "full" or not dtypes.autocast or dtypes.adapter != "fp32":
-        return NO_ADAPTER_CASTS
+        return AdapterCasts()
     network = 2 * 3 * model.hidden_size**2 if setup.adapter == "p-tuning" else 0
     if setup.kind.form != "low-rank":
         return AdapterCasts(network)
@@ -232,85 +209,6 @@ def weight_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> We
     return WeightCasts(sum(each[kind] for kind in copied.layer_order), trained=trained)
 
 
-# What the text's tokens keep before the layers and behind them.
-
-
-def kept_by_outer_norms(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[int, int]:
-    """Bytes that the norms around the layers keep of one forward: (before them, to the backward's end; the last one
-    behind them)."""
-    around = LayerContext(
-        setup=setup.replace_trusted(method="lora") if setup.trained_layers else setup,
-        dtypes=dtypes,
-        adapted=frozenset(),
-        kernel="flash",
-        tokens=setup.forward_tokens,
-        hidden=model.hidden_size,
-        traits=model.traits,
-        fused=setup.fused_parts(model.model_type),
-    )
-    before = [norm for norm in model.outer_norms if "embed" in norm.name]
-    after = [norm for norm in model.outer_norms if "embed" not in norm.name][-1:]
-    first, last = ([norm_saved(norm, around.stream, dtypes.residual) for norm in norms] for norms in (before, after))
-    return sum(first), sum(last)
-
-
-# Learned position biases (T5): matrices of heads x tokens x tokens that every layer adds to its scores.
-
-
-def position_bias_bytes(
-    model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy, kernel: Kernel, *, row_tokens: int, num_kept: int
-) -> int:
-    """Bytes of one micro-batch's biases: of the encoder, of the decoder, and the cross attention's zeros, each with its
-    gradient under checkpointing; the memory-efficient kernel keeps each layer's own contiguous copy as its mask.
-
-    Args:
-        row_tokens: tokens of one row (all of the micro-batch where packing flattens it).
-        num_kept: layers that keep their activations.
-
-    Source: transformers 5.23 `T5Attention.forward`, `integrations/sdpa_attention.py` `create_position_bias_mask`.
-    Shapes: [1, heads, tokens, tokens].
-    """
-    spec = model.layer_kinds[0].attention
-    if not model.traits.position_bias or spec is None:
-        return 0
-    bias, zeros = SIZE_BYTES[dtypes.table], SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
-    mask = SIZE_BYTES[dtypes.autocast or dtypes.table] if kernel == "efficient" else 0
-    shared = 3 * bias + 2 * zeros if setup.checkpointing else zeros
-    return spec.num_heads * row_tokens * row_tokens * (num_kept * mask + shared)
-
-
-# What stands around the layers of an encoder-decoder's encoder: sound, the convolutions over it, and the encoder's
-# output, which the decoder's layers look at.
-
-
-def encoder_output_bytes(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> int:
-    """Bytes of the encoder's output, with its gradient where the backward goes into the encoder."""
-    tokens = setup.micro_batch_seqs * (model.encoder_tokens or setup.seq_len_tokens)
-    wide = SIZE_BYTES["fp32" if dtypes.autocast else dtypes.residual]
-    return 2 * wide * tokens * model.hidden_size
-
-
-def sound_bytes(front: FrontEnd, setup: TrainSetup) -> int:
-    """Bytes of a micro-batch's sound, which stays until the step's end as pixels do."""
-    narrow = setup.autocast_dtype is None and not setup.kbit_fp32_cast
-    return setup.micro_batch_seqs * front.input_elements * SIZE_BYTES[setup.weight_dtype if narrow else "fp32"]
-
-
-def convolutions_bytes(front: FrontEnd, model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> int:
-    """Bytes that the convolutions keep: the inputs of both GELUs, and of the second convolution.
-
-    Beside adapters and checkpointing the first one's output is a leaf (`enable_input_require_grads`; `WhisperEncoder`
-    names `conv1`), and what follows it is kept; beside adapters alone nothing is.
-
-    Source: transformers 5.23 `WhisperEncoder.forward`.
-    Shapes: [seqs, hidden, frames], [seqs, hidden, frames / 2].
-    """
-    if setup.method != "full" and not setup.checkpointing:
-        return 0
-    wide = setup.micro_batch_seqs * model.hidden_size * front.frames * SIZE_BYTES[dtypes.autocast or dtypes.table]
-    return 2 * wide + wide // 2
-
-
 # Activations of one micro-batch over all layers: what is kept, what is recomputed, what is there for a moment.
 
 
@@ -370,15 +268,33 @@ def shared_layer_costs(
     dtypes, below = step_dtype_policy(model, setup), frozen_below(model, setup)
     model = parted(model, setup.trained_layers) if setup.trained_layers else model
     costs = costs_of(model, gpu, setup, dtypes) if costs is None else costs
-    before, final_norm = kept_by_outer_norms(model, setup, dtypes)
+    around = LayerContext(
+        setup=setup.replace_trusted(method="lora") if setup.trained_layers else setup,
+        dtypes=dtypes,
+        adapted=frozenset(),
+        kernel="flash",
+        tokens=setup.forward_tokens,
+        hidden=model.hidden_size,
+        traits=model.traits,
+        fused=setup.fused_parts(model.model_type),
+    )
+    outer = [("embed" in norm.name, norm_saved(norm, around.stream, dtypes.residual)) for norm in model.outer_norms]
+    before = sum(size for embeds, size in outer if embeds)  # to the backward's end
+    final_norm = sum([size for embeds, size in outer if not embeds][-1:])
+    # layers of one window share their mask, and those that look at pictures
+    masks = {
+        (layer.attention.window_tokens, layer.attention.cross): cost.mask
+        for layer, cost in zip(model.layer_kinds, costs, strict=True)
+        if layer.attention is not None
+    }
     return SharedLayerCosts(
         dtypes=dtypes,
         costs=costs,
         layers=_layer_counts(model, setup, below)[0],
         below=below,
-        outside={"norm": before, "masks": _masks(model, costs)},
+        outside={"norm": before, "masks": sum(masks.values())},
         final_norm=final_norm,
-        adapter_casts=adapter_casts(model, setup, dtypes) if casts_adapters else NO_ADAPTER_CASTS,
+        adapter_casts=adapter_casts(model, setup, dtypes) if casts_adapters else AdapterCasts(),
         weight_casts=weight_casts(model, setup, dtypes),
     )
 
@@ -400,9 +316,20 @@ def activation_parts(
     adapters, adapter_cache = ground.adapter_casts.at(num_kept / max(1, num))
     stored["adapters"] += adapters
     casts = ground.weight_casts.at(num_kept, num)
-    freed = _freed_bytes(model, setup, costs, kept_counts)
+    # kept layers behind the last of every n-th checkpointed one are gone by its turn
+    gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
+    freed = gone * min([cost.saved.total for cost, num in zip(costs, kept_counts, strict=True) if num], default=0)
     layer_moments = _largest_moments(setup, costs, counts, kept_counts, freed)
-    largest = max(layer_moments, key=_TOTAL)
+    largest = max(layer_moments, key=attrgetter("total"))
+    reference = ReferenceForward()
+    if setup.asks_reference:
+        frames = 4 * SIZE_BYTES[ground.dtypes.residual] * model.hidden_size * setup.forward_tokens
+        layer = max(cost.forward + cost.merged for cost in costs)
+        reference = ReferenceForward(frames, layer, casts[0] if setup.copies_reference else 0)
+    sound = 0
+    if model.front_end is not None:  # stays until the step's end as pixels do
+        narrow = setup.autocast_dtype is None and not setup.kbit_fp32_cast
+        sound = model.front_end.input_elements * SIZE_BYTES[setup.weight_dtype if narrow else "fp32"]
     return ActivationParts(
         stored={part: forwards * size for part, size in stored.items()} if forwards > 1 else stored,
         recomputed=largest.recomputed,
@@ -414,8 +341,8 @@ def activation_parts(
         weight_casts=(casts[0] + (forwards - 1) * casts[1], forwards * casts[1]),
         adapter_casts=adapter_cache,
         forwards=forwards,
-        sound=sound_bytes(model.front_end, setup) if model.front_end is not None else 0,
-        reference=reference_forward_bytes(model, setup, ground.dtypes, costs, casts[0]),
+        sound=setup.micro_batch_seqs * sound,
+        reference=reference,
         hooked=hooked_bytes(model, setup),
         cached=cached_bytes(model, setup, beside_graph=True),
     )
@@ -425,60 +352,6 @@ def costs_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, dtypes: DtypePol
     """The costs of every kind of layer with the setup's adapters; equal for all that have the same `in_common`."""
     targets = setup.lora_targets if setup.method != "full" and setup.kind.adapts_matrices else None
     return layer_costs(model, gpu, setup, dtypes, adapted_names(model, targets))
-
-
-def _kept_by_layers(
-    setup: TrainSetup,
-    costs: Sequence[LayerCosts],
-    counts: Sequence[int],
-    kept_counts: Sequence[int],
-) -> dict[str, int]:
-    """What all layers keep of one micro-batch, by part.
-
-    Args:
-        counts, kept_counts: layers of each kind, and how many of them keep their activations.
-    """
-    stored = dict.fromkeys(PARTS, 0)
-    for cost, count, num in zip(costs, counts, kept_counts, strict=True):
-        saved = cost.saved
-        if num:
-            stored["norm"] += num * saved.norm
-            stored["attention"] += num * saved.attention
-            stored["scores"] += num * saved.scores
-            stored["mlp"] += num * saved.mlp
-            stored["adapters"] += num * saved.adapters
-            stored["pinned"] += num * (saved.pinned - saved.pinned_again)
-        if num_recomputed := count - num:
-            if setup.activation_offload:  # one on its way, and the first, which the model's forward holds
-                stored["inputs"] = ON_DEVICE_INPUTS * cost.entry
-            else:
-                stored["inputs"] += num_recomputed * cost.entry
-            # a reentrant checkpoint's first forward runs without gradients, and nothing is kept of it
-            stored["pinned"] += 0 if setup.reentrant_checkpointing else num_recomputed * saved.pinned
-            stored["attention"] += num_recomputed * cost.selective_bytes if setup.selective_checkpointing else 0
-    return stored
-
-
-def _masks(model: ModelSpec, costs: Sequence[LayerCosts]) -> int:
-    """Bytes of the attention masks: layers of one window share theirs, and those that look at pictures."""
-    attended = [(layer.attention, cost) for layer, cost in zip(model.layer_kinds, costs, strict=True)]
-    return sum(
-        {
-            (attention.window_tokens, attention.cross): cost.mask
-            for attention, cost in attended
-            if attention is not None
-        }.values()
-    )
-
-
-def _freed_bytes(model: ModelSpec, setup: TrainSetup, costs: Sequence[LayerCosts], kept_counts: Sequence[int]) -> int:
-    """With every n-th layer checkpointed: bytes of the kept layers behind the last checkpointed one, which are gone by
-    its turn."""
-    gone = (model.num_layers - 1) % setup.checkpointing if setup.checkpointing else 0
-    return gone * min([cost.saved.total for cost, num in zip(costs, kept_counts, strict=True) if num], default=0)
-
-
-_TOTAL = attrgetter("total")
 
 
 def _largest_moments(
@@ -496,7 +369,7 @@ def _largest_moments(
             moments.append([_moment(0, *sizes) for sizes in cost.moments])
     if len(moments) == 1:
         return tuple(moments[0])
-    return tuple([max(of_all_kinds, key=_TOTAL) for of_all_kinds in zip(*moments, strict=True)])
+    return tuple([max(of_all_kinds, key=attrgetter("total")) for of_all_kinds in zip(*moments, strict=True)])
 
 
 def _moment(recomputed: int, temporary: int, constant: int) -> LayerMoment:
@@ -521,32 +394,54 @@ def _forward_temporaries(
 def _stored(
     model: ModelSpec, setup: TrainSetup, ground: SharedLayerCosts, kept_counts: Sequence[int]
 ) -> dict[str, int]:
-    """What is kept to the backward's end by part, copies apart."""
-    stored = _kept_by_layers(setup, ground.costs, ground.layers, kept_counts)
-    for part, size in ground.outside.items():
-        stored[part] += size
-    last = ground.costs[-1]
-    stored["bias"] = position_bias_bytes(
-        model, setup, ground.dtypes, last.kernel, row_tokens=last.row_tokens, num_kept=sum(kept_counts)
-    )
-    if model.is_encoder_decoder:
-        stored["output"] = encoder_output_bytes(model, setup, ground.dtypes)
-    if model.front_end is not None and not ground.below:
-        stored["sound"] = convolutions_bytes(model.front_end, model, setup, ground.dtypes)
+    """What is kept of one micro-batch to the backward's end by part, copies apart.
+
+    Args:
+        kept_counts: layers of each kind that keep their activations.
+    """
+    stored = dict.fromkeys(PARTS, 0) | ground.outside
+    for cost, count, num in zip(ground.costs, ground.layers, kept_counts, strict=True):
+        saved, num_recomputed = cost.saved, count - num
+        for part in _OF_LAYERS:
+            stored[part] += num * getattr(saved, part)
+        stored["pinned"] += num * (saved.pinned - saved.pinned_again)
+        if num_recomputed:
+            if setup.activation_offload:  # one on its way, and the first, which the model's forward holds
+                stored["inputs"] = ON_DEVICE_INPUTS * cost.entry
+            else:
+                stored["inputs"] += num_recomputed * cost.entry
+            # a reentrant checkpoint's first forward runs without gradients, and nothing is kept of it
+            stored["pinned"] += 0 if setup.reentrant_checkpointing else num_recomputed * saved.pinned
+            stored["attention"] += num_recomputed * cost.selective_bytes if setup.selective_checkpointing else 0
+    dtypes, last, spec = ground.dtypes, ground.costs[-1], model.layer_kinds[0].attention
+    if model.traits.position_bias and spec is not None:
+        # biases [1, heads, tokens, tokens] that every layer adds to its scores (T5): of the encoder, of the decoder,
+        # and the cross attention's zeros, each with its gradient under checkpointing; the memory-efficient kernel keeps
+        # each layer's own contiguous copy as its mask (transformers 5.23 `T5Attention.forward`,
+        # `integrations/sdpa_attention.py` `create_position_bias_mask`)
+        zeros = SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
+        mask = SIZE_BYTES[dtypes.autocast or dtypes.table] if last.kernel == "efficient" else 0
+        shared = 3 * SIZE_BYTES[dtypes.table] + 2 * zeros if setup.checkpointing else zeros
+        stored["bias"] = spec.num_heads * last.row_tokens**2 * (sum(kept_counts) * mask + shared)
+    if model.is_encoder_decoder:  # the encoder's output, with its gradient where the backward goes into the encoder
+        tokens = setup.micro_batch_seqs * (model.encoder_tokens or setup.seq_len_tokens)
+        wide = SIZE_BYTES["fp32" if dtypes.autocast else dtypes.residual]
+        stored["output"] = 2 * wide * tokens * model.hidden_size
+    if model.front_end is not None and not ground.below and (setup.method == "full" or setup.checkpointing):
+        # inputs [seqs, hidden, frames] and [seqs, hidden, frames / 2] of both GELUs around the convolutions, and of the
+        # second one. Beside adapters and checkpointing the first one's output is a leaf (`enable_input_require_grads`;
+        # `WhisperEncoder` names `conv1`), and what follows it is kept; beside adapters alone nothing is
+        width = setup.micro_batch_seqs * model.hidden_size * model.front_end.frames
+        wide = width * SIZE_BYTES[dtypes.autocast or dtypes.table]
+        stored["sound"] = 2 * wide + wide // 2
     return stored
 
 
 def checkpointed_inputs_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     """Bytes of the inputs of all checkpointed layers of one micro-batch: what offloading puts into host memory."""
     counts, kept_counts = _layer_counts(model, setup, frozen_below(model, setup))
-    size = SIZE_BYTES[step_dtype_policy(model, setup).residual]
-    return (
-        (sum(counts) - sum(kept_counts))
-        * size
-        * model.traits.streams
-        * model.hidden_size
-        * setup.tokens_per_micro_batch
-    )
+    row = SIZE_BYTES[step_dtype_policy(model, setup).residual] * model.traits.streams * model.hidden_size
+    return (sum(counts) - sum(kept_counts)) * row * setup.tokens_per_micro_batch
 
 
 def cached_bytes(model: ModelSpec, setup: TrainSetup, *, beside_graph: bool = False) -> int:
@@ -590,7 +485,6 @@ def hooked_bytes(model: ModelSpec, setup: TrainSetup) -> int:
 
 
 def _layer_counts(model: ModelSpec, setup: TrainSetup, below: int) -> tuple[Sequence[int], Sequence[int]]:
-    """`_layer_and_kept_counts` of a setup."""
     return _layer_and_kept_counts(model, setup.checkpointing, below, whole_where_frozen(setup))
 
 

@@ -8,7 +8,6 @@ from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.memory.layer_terms import LayerContext
 from planner.memory.layers import layer_costs, layer_saved
 from planner.memory.micro_batch import (
-    ActivationParts,
     EncoderBytes,
     activation_parts,
     shared_layer_costs,
@@ -59,70 +58,31 @@ def asks_gradients(encoder: Encoder, setup: TrainSetup, adapted: frozenset[str])
     return setup.method == "full" or bool(adapted) or (encoder.named_embeddings and bool(setup.checkpointing))
 
 
-def encoder_names(encoder: Encoder, adapted: frozenset[str]) -> tuple[frozenset[str], ...]:
-    """Of each kind of layer of the encoder, the names of its adapted matrices."""
-    return tuple(
-        frozenset(linear.name for linear in layer.linears if f"{layer.path}.{linear.name}" in adapted)
-        for layer in encoder.model.layer_kinds
-    )
-
-
-def _context(
-    encoder: Encoder, layer: LayerSpec, setup: TrainSetup, dtypes: DtypePolicy, adapted: frozenset[str], tokens: int
-) -> LayerContext:
-    """What the terms of one layer of the encoder, or of one of its projectors, need to know."""
-    return LayerContext(
-        setup=setup,
-        dtypes=dtypes,
-        adapted=frozenset(each.name for each in layer.linears if f"{layer.path}.{each.name}" in adapted),
-        kernel="flash",
-        tokens=tokens,
-        hidden=layer.linears[0].in_features,
-        traits=encoder.model.traits,
-    )
+def _adapted(layer: LayerSpec, names: frozenset[str]) -> frozenset[str]:
+    """Names of the layer's adapted matrices, of full ones."""
+    return frozenset(linear.name for linear in layer.linears if f"{layer.path}.{linear.name}" in names)
 
 
 def projectors_saved(encoder: Encoder, setup: TrainSetup, dtypes: DtypePolicy, adapted: frozenset[str]) -> int:
     """Bytes that the networks between encoder and text keep: no class checkpoints them."""
     total, frames = 0, setup.micro_batch_seqs
     for projector in encoder.projectors:
-        context = _context(encoder, projector.layer, setup, dtypes, adapted, frames * projector.tokens)
+        context = LayerContext(
+            setup=setup,
+            dtypes=dtypes,
+            adapted=_adapted(projector.layer, adapted),
+            kernel="flash",
+            tokens=frames * projector.tokens,
+            hidden=projector.layer.linears[0].in_features,
+            traits=encoder.model.traits,
+        )
         total += projector.num * layer_saved(projector.layer, context).total
     return total
-
-
-def _patches(encoder: Encoder, setup: TrainSetup) -> int:
-    """Rows of all frames in the encoder's layers."""
-    return setup.micro_batch_seqs * encoder.patches
 
 
 def _seen(encoder: Encoder, setup: TrainSetup) -> int:
     """Rows of the micro-batch's pictures that come out of the first projector."""
     return setup.micro_batch_seqs * encoder.projectors[0].tokens
-
-
-def _mask(encoder: Encoder, setup: TrainSetup, dtypes: DtypePolicy) -> int:
-    """Bytes of the mask that keeps joined frames apart, which all layers share; flash-attention takes their lengths.
-
-    Source: transformers 5.23 `models/pixtral/modeling_pixtral.py` generate_block_attention_mask.
-    """
-    if not encoder.joined or setup.attention == "flash-attention-2":
-        return 0
-    return SIZE_BYTES[dtypes.table] * _patches(encoder, setup) ** 2
-
-
-def _clamps(layer: LayerSpec, context: LayerContext) -> int:
-    """Bytes that the clamps around every matrix keep beside it: what they take, which no two matrices share behind
-    them, and what the matrix gave.
-
-    Source: transformers 5.23 `models/gemma4/modeling_gemma4.py` Gemma4ClippableLinear.
-    """
-    taken = context.dtypes.residual
-    given = context.dtypes.linear_out(taken)
-    width = sum(
-        SIZE_BYTES[taken] * linear.in_features + SIZE_BYTES[given] * linear.out_features for linear in layer.linears
-    )
-    return context.tokens * width
 
 
 def encoder_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> EncoderBytes:
@@ -133,21 +93,27 @@ def encoder_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> EncoderB
     dtypes = step_dtype_policy(encoder.model, tower_setup)
     if encoder.convolves:
         return _convolved(model, encoder, tower_setup, dtypes, adapted)
-    costs = layer_costs(encoder.model, gpu, tower_setup, dtypes, encoder_names(encoder, adapted))
+    costs = layer_costs(
+        encoder.model, gpu, tower_setup, dtypes, [_adapted(layer, adapted) for layer in encoder.model.layer_kinds]
+    )
+    patches, row = tower_setup.micro_batch_seqs * encoder.patches, SIZE_BYTES[dtypes.residual]
     if encoder.clipped:
+        # what the clamps around every matrix take, which no two matrices share behind them, and what the matrix gave
+        # (transformers 5.23 `models/gemma4/modeling_gemma4.py` Gemma4ClippableLinear)
+        given = SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
         for layer, cost in zip(encoder.model.layer_kinds, costs, strict=True):
-            cost.saved.mlp += _clamps(
-                layer, _context(encoder, layer, tower_setup, dtypes, adapted, _patches(encoder, tower_setup))
-            )
+            width = sum(row * linear.in_features + given * linear.out_features for linear in layer.linears)
+            cost.saved.mlp += patches * width
     ground = shared_layer_costs(
         encoder.model, gpu, tower_setup, costs, casts_adapters=False
     )  # the text's count those of both
     parts = activation_parts(encoder.model, gpu, tower_setup, ground)
-    inputs, mask = tower_setup.micro_batch_seqs * encoder.input_bytes, _mask(encoder, tower_setup, dtypes)
-    row = SIZE_BYTES[dtypes.residual]
-    outputs = row * (
-        _patches(encoder, tower_setup) * encoder.model.hidden_size + _seen(encoder, tower_setup) * model.hidden_size
-    )
+    inputs, mask = tower_setup.micro_batch_seqs * encoder.input_bytes, 0
+    if encoder.joined and setup.attention != "flash-attention-2":
+        # keeps joined frames apart and is all layers' (transformers 5.23 `models/pixtral/modeling_pixtral.py`
+        # generate_block_attention_mask); flash-attention takes their lengths
+        mask = SIZE_BYTES[dtypes.table] * patches**2
+    outputs = row * (patches * encoder.model.hidden_size + _seen(encoder, tower_setup) * model.hidden_size)
     if not asks_gradients(encoder, setup, adapted):
         return EncoderBytes(inputs=inputs, between_encoder_and_text=outputs, forward=parts.forward_temp + mask)
     text_gradients = 2 * row * model.hidden_size * setup.tokens_per_micro_batch * (setup.method != "full")
@@ -182,8 +148,3 @@ def _convolved(
         return frozen
     casts = SIZE_BYTES[dtypes.autocast] * encoder.num_other_params if dtypes.autocast and dtypes.table == "fp32" else 0
     return replace(frozen, stored=frames * sizes.kept + casts, forward=0, backward=(frames * sizes.backward,))
-
-
-def with_encoder(parts: ActivationParts, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ActivationParts:
-    """The text's activations with those of the pictures."""
-    return parts._replace(encoder=encoder_bytes(model, gpu, setup))

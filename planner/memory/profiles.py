@@ -19,15 +19,22 @@ from planner.core.units import MIN_BLOCK_BYTES
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_kernel
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
-from planner.memory.states import Allocation, RankState
-from planner.memory.step import GAP_FLOOR_BYTES, allocator_gap_bytes, fixed_segments_gap_bytes, profile_loss_gap
-from planner.memory.workspace import communicator_bytes, context_bytes, cublas_workspace_bytes
+from planner.memory.states import RankState
+from planner.memory.step import (
+    GAP_FLOOR_BYTES,
+    StepTerms,
+    allocator_gap_bytes,
+    fixed_segments_gap_bytes,
+    profile_loss_gap,
+)
+from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, changes, sizes_of, structure_of
 from planner.options.losses import LOSSES
 from planner.setup import OF_OTHERS, TrainSetup
 from planner.setup.allowed import FLEX, XFORMERS
-from planner.setup.memory_terms import PHASES, Category, MemoryBreakdown, MemoryTerm, Phase
+from planner.setup.memory_terms import PHASES, MemoryBreakdown
+from planner.setup.memory_terms import Term as SizedTerm
 
 # `StepProfile`: the memory of one structure of training step, compiled from runs of the real step (`probes.tracing`).
 
@@ -90,10 +97,8 @@ class StepProfile:
     def piece(self, *, one_sequence: bool, tokens: int) -> Piece | None:
         """What was run for such samples, None where nothing was."""
         for piece in self.pieces:
-            inside = piece.shortest_tokens <= tokens and (
-                piece.longest_tokens is None or tokens <= piece.longest_tokens
-            )
-            if piece.one_sequence == one_sequence and inside:
+            longest = tokens if piece.longest_tokens is None else piece.longest_tokens
+            if piece.one_sequence == one_sequence and piece.shortest_tokens <= tokens <= longest:
                 return piece
         return None
 
@@ -145,10 +150,8 @@ class Sizes:
         return totals
 
 
-@lru_cache(maxsize=16)
-def sizes_at(tokens: int, rank: int) -> Sizes:
-    """The moments at a length and rank, of all models."""
-    return Sizes(tokens, rank)
+sizes_at = lru_cache(maxsize=16)(Sizes)
+"""The moments at a length and rank, of all models."""
 
 
 class ProfiledStep:
@@ -366,15 +369,10 @@ def profiled_kind(setup: TrainSetup) -> bool:
     objectives whose sizes are the samples' alone (but supervised training with all logits: tiles of pairs are others).
     """
     covered = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
-    plain = (
-        setup.single_gpu
-        and covered
-        and setup.images is None
-        and not setup.compile
-        and setup.attention not in (XFORMERS, FLEX)
-    )
-    plain = plain and not (any(_LATER(setup)) and setup.uses_older_code_paths)
-    return plain and setup.adapter in _ADAPTERS and not setup.trained_layers and not setup.frozen_encoder
+    partly = setup.images is not None or setup.compile or setup.trained_layers or setup.frozen_encoder
+    older = any(_LATER(setup)) and setup.uses_older_code_paths
+    plain = setup.single_gpu and covered and not partly and not older
+    return plain and setup.attention not in (XFORMERS, FLEX) and setup.adapter in _ADAPTERS
 
 
 _LATER = attrgetter(*OF_OTHERS)
@@ -387,32 +385,26 @@ _ADAPTERS = (*_LIKE_LORA, "dora", "vera")
 
 
 def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
-    """What names a structure: its fields beside the defaults, and the kernels that its attention runs on this card."""
+    """What names a structure: its fields beside the defaults, and the kernels that its attention runs on this card. A
+    dropout's size does not matter."""
     dtype = dtype_policy_of(setup).attention_input
     kernels = {
         attention_kernel(model, setup, gpu, layer.attention, dtype) if layer.attention else "none"
         for layer in model.layer_kinds
     }
-    return key_with(setup, kernels) + " stacks=fp32" * (setup.wide_stacks and bool(model.expert_stacks))
-
-
-def key_with(setup: TrainSetup, kernels: Iterable[str]) -> str:
-    """`structure_key` for layers whose attention runs these kernels. A dropout's size does not matter."""
     values = [str(value).replace(" ", "") for value in (_OF_FULL if setup.method == "full" else _OF_ADAPTERS)(setup)]
     values = ["trl" if value in _ITS_TRAINER else value for value in values]
-    adapter = "lora" if setup.adapter in _LIKE_LORA else setup.adapter
     rarer = (
         ("objective", setup.objective, "sft"),
-        ("adapter", adapter, "lora"),
+        ("adapter", "lora" if setup.adapter in _LIKE_LORA else setup.adapter, "lora"),
         ("linear attention", setup.linear_attention, "torch"),
         ("saved", "+".join(setup.modules_to_save), ""),
         ("reference", "precomputed" if setup.precomputed_reference else "", ""),
+        ("stacks", "fp32" if setup.wide_stacks and model.expert_stacks else "", ""),
     )
-    values += [
-        "dropout" if setup.lora_dropout else "-",
-        *(f"{name}={value}" for name, value, usual in rarer if value != usual),
-    ]
-    return " ".join(["+".join(sorted({*kernels})), *values])
+    values.append("dropout" if setup.lora_dropout else "-")
+    values += [f"{name}={value}" for name, value, usual in rarer if value != usual]
+    return " ".join(["+".join(sorted(kernels)), *values])
 
 
 _FIELDS = (
@@ -477,7 +469,6 @@ def _read_profiles(model: ModelSpec, shipped: Path | None = None, before: str = 
 
 
 def _own_profiles(name: str) -> ModelProfiles | None:
-    """What this user made with the libraries that are installed."""
     candidates = [
         profiles for path in user_directory().glob(f"{name}-*.json.gz") if (profiles := load_profiles(path)) is not None
     ]
@@ -564,9 +555,6 @@ def save_profiles(
 # One GPU, or a rank of DDP, whose buckets come beside.
 
 
-Stepping = Mapping[bool, tuple[int, int]]
-
-
 def profiled_step(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProfiledStep | None:
     """A setup's structure at its length and rank; None where it has no profile, or none of such samples."""
     profile = find_profile(model, gpu, setup)
@@ -581,46 +569,10 @@ def step_of(
     return step if step.complete else None
 
 
-class StepTerms:
-    """The terms of a step that a profile tells: what is alive in several phases at one size stands once.
-
-    Args:
-        state: for the optimizer's states and temporaries.
-    """
-
-    def __init__(self, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> None:
-        self._gpu, self._setup = gpu, setup
-        self._found: dict[tuple[Category, str, int], list[Phase]] = {}
-        self._states, self.temporaries = state.optimizer_bytes(setup.optimizer)
-
-    def add(self, category: str, name: str, size: int, *alive: Phase) -> None:
-        """What is alive in some phases."""
-        if size > 0:
-            self._found.setdefault((category, name, size), []).extend(alive)  # type: ignore[arg-type]
-
-    def add_allocations(self, allocations: Iterable[Allocation]) -> None:
-        """What an engine holds all along, cuBLAS's workspaces and the optimizer's states."""
-        for allocation in allocations:
-            self.add(allocation.category, allocation.name, allocation.size_bytes, *PHASES)
-        self.add("workspace", "cuBLAS workspaces", cublas_workspace_bytes(self._gpu), *PHASES[1:])
-        self.add("optimizer", f"states of {self._setup.optimizer}", self._states, *PHASES[1:])
-
-    def breakdown(self, gap_bytes: int) -> MemoryBreakdown:
-        """All of them, with what the allocator holds beyond live tensors at the peak."""
-        self.add("optimizer", f"temporaries of {self._setup.optimizer}", self.temporaries, "step")
-        terms = tuple(
-            MemoryTerm(category=category, name=name, size_bytes=size, phases=tuple(alive))
-            for (category, name, size), alive in self._found.items()
-        )
-        outside_allocator = context_bytes(self._gpu) + communicator_bytes(self._gpu, self._setup)
-        return MemoryBreakdown(
-            terms=terms, allocator_gap_bytes=gap_bytes, context_bytes=outside_allocator, profiled=True
-        )
-
-
-def gap_until_step(before: int, gap: int, at_end: int) -> int:
-    """What the allocator holds at the peak of a step, of its highest moment before the optimizer's and of that."""
-    return max(before + gap, at_end + GAP_FLOOR_BYTES) - max(before, at_end)
+def reserved_peak(before: tuple[int, int], at_end: int) -> int:
+    """What the allocator holds at the peak: of the highest moment before the optimizer's step, with what lies beyond it
+    there (`ProfiledStep.before_step`), and of that step."""
+    return max(sum(before), at_end + GAP_FLOOR_BYTES)
 
 
 def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> MemoryBreakdown:
@@ -629,50 +581,28 @@ def profiled_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, stat
     Args:
         state: what it holds, for the optimizer's states and temporaries and for DDP's buckets.
     """
-    micro, accumulated = setup.micro_batch_seqs, setup.adds_gradients
-    terms = StepTerms(gpu, setup, state)
-    sizes = dict(zip(PHASES, step.bytes_at(micro, *PHASES, accumulated=accumulated), strict=True))
+    micro, accumulated, terms = setup.micro_batch_seqs, setup.adds_gradients, StepTerms()
+    states, temporaries = state.optimizer_bytes(setup.optimizer)
+    load, *sizes, begins = step.bytes_at(micro, *PHASES, LOSS_BEGINS, accumulated=accumulated)
     for phase in PHASES:
-        for (category, name), size in step.groups_at(phase, micro, accumulated=accumulated).items():
-            terms.add(category, name, size, phase)
-    terms.add_allocations(_buckets(state))
-    return terms.breakdown(_gap_bytes(step, setup, sizes, terms.temporaries))
+        terms.add((phase,), as_terms(step.groups_at(phase, micro, accumulated=accumulated)))
+    terms.add(PHASES, buckets(state))
+    terms.add_states(gpu, setup, states)
+    terms.add(("step",), [("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
+    if setup.expandable_segments:
+        before, at_end = step.before_step(micro, accumulated=accumulated), sizes[-1] + temporaries
+        gap = reserved_peak(before, at_end) - max(before[0], at_end)
+    else:
+        dynamic = {phase: size - load for phase, size in zip(PHASES[1:-1], sizes, strict=False)}
+        gap = fixed_segments_gap_bytes(saved=max(0, begins - load), **dynamic)
+    return terms.breakdown(gpu, setup, gap, profiled=True)
 
 
-def _buckets(state: RankState) -> list[Allocation]:
+def as_terms(groups: Mapping[Group, int]) -> list[SizedTerm]:
+    """Of a moment's groups."""
+    return [(category, name, size) for (category, name), size in groups.items()]  # type: ignore[misc]
+
+
+def buckets(state: RankState) -> list[SizedTerm]:
     """DDP's, which are there all along and no part of what one GPU does."""
-    return [
-        allocation for allocation in state.allocations if allocation.resident and allocation.category == "gradients"
-    ]
-
-
-def _gap_bytes(step: ProfiledStep, setup: TrainSetup, sizes: Mapping[str, int], temporaries: int) -> int:
-    """What the allocator holds beyond live tensors at the peak."""
-    load, micro = sizes["load"], setup.micro_batch_seqs
-    if not setup.expandable_segments:
-        saved = step.bytes_at(micro, LOSS_BEGINS, accumulated=setup.adds_gradients)[0] - load
-        dynamic = {phase: sizes[phase] - load for phase in ("forward", "loss", "backward")}
-        return fixed_segments_gap_bytes(saved=max(0, saved), **dynamic)
-    largest, gap = step.before_step(micro, accumulated=setup.adds_gradients)
-    return gap_until_step(largest, gap, sizes["step"] + temporaries)
-
-
-def profiled_peaks(
-    step: ProfiledStep, state: RankState, beside_bytes: int, pair: tuple[int, int], optimizers: Iterable[Stepping]
-) -> list[int]:
-    """Per optimizer, the peak at a (micro-batch, accumulation), without the CUDA context.
-
-    Args:
-        state: for DDP's buckets.
-        beside_bytes: workspaces and communicators.
-        optimizers: of each, by whether gradients add up, bytes of its (states, temporaries).
-    """
-    micro, accumulated = pair[0], pair[1] > 1
-    fixed = beside_bytes + sum([bucket.size_bytes for bucket in _buckets(state)])
-    before = sum(step.before_step(micro, accumulated=accumulated))
-    at_end = step.bytes_at(micro, "step", accumulated=accumulated)[0] + GAP_FLOOR_BYTES
-    peaks = []
-    for by_kind in optimizers:
-        states, temporaries = by_kind[accumulated]
-        peaks.append(fixed + states + max(before, at_end + temporaries))
-    return peaks
+    return [term for term in state.terms_at("resident") if term[0] == "gradients"]

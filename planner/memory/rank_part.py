@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from planner.core.records import dataclass
-from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
+from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
 from planner.options.objectives import Head
 from planner.setup import TrainSetup
 
@@ -57,11 +57,9 @@ def rank_parts(model: ModelSpec, setup: TrainSetup) -> tuple[RankPart, ...]:
     if stages == 1:
         piece = expert_shard(tensor_shard(model, setup.tensor_degree), setup.expert_degree)
         return (RankPart(name="every rank", num_ranks=setup.num_gpus, model=piece),)
-    parts = []
-    start = 0
+    parts, start, device_map = [], 0, setup.parallel == "device-map"
     for stage, size in enumerate(stage_sizes(model.num_layers, stages)):
         piece = tensor_shard(_stage(model, start, size, stage == 0, stage == stages - 1), setup.tensor_degree)
-        device_map = setup.parallel == "device-map"
         parts.append(
             RankPart(
                 name=f"GPU {stage} of {stages}" if device_map else f"stage {stage + 1} of {stages}",
@@ -83,20 +81,13 @@ def headed(model: ModelSpec, head: Head) -> ModelSpec:
     Source: transformers 5.23 `GenericForSequenceClassification`: `score`, a matrix without bias, never quantized; the
     embeddings stay, tied or not.
     """
-    if head == "none":
-        return _headless(model)
-    return model if head == "vocabulary" else _scored(model)
+    return model if head == "vocabulary" else _other_head(model, scores=head != "none")
 
 
 @lru_cache(maxsize=256)
-def _headless(model: ModelSpec) -> ModelSpec:
-    return replace(model, head=None, tied=False, logit_softcap=False)
-
-
-@lru_cache(maxsize=256)
-def _scored(model: ModelSpec) -> ModelSpec:
+def _other_head(model: ModelSpec, *, scores: bool) -> ModelSpec:
     score = LinearSpec(name="score", role="other", in_features=model.hidden_size, out_features=1)
-    return replace(model, head=score, tied=False, logit_softcap=False)
+    return replace(model, head=score if scores else None, tied=False, logit_softcap=False)
 
 
 def stage_sizes(num_layers: int, stages: int) -> tuple[int, ...]:
@@ -190,54 +181,43 @@ def _expert_shard(model: ModelSpec, degree: int) -> ModelSpec:
 @lru_cache(maxsize=256)
 def _tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
     """The share at a degree above 1; a cache must not answer degree 1 with an equal model's object."""
+
+    def cut(size: int, ways: int = degree) -> int:
+        return -(-size // ways)
+
+    def of_attention(spec: AttentionSpec | None) -> AttentionSpec | None:
+        if spec is None:
+            return None
+        return replace(spec, num_heads=cut(spec.num_heads), num_kv_heads=max(1, spec.num_kv_heads // degree))
+
+    def of_linear(linear: LinearSpec, attention: AttentionSpec | None) -> LinearSpec:
+        if linear.role in _COLUMNS:
+            of_keys = attention if linear.role in ("k", "v") else None
+            ways = min(degree, of_keys.num_kv_heads) if of_keys else degree
+            return replace(linear, out_features=cut(linear.out_features, ways))
+        return replace(linear, in_features=cut(linear.in_features)) if linear.role in _ROWS else linear
+
+    kinds = []
+    for layer in model.layer_kinds:
+        mlp = layer.mlp and replace(
+            layer.mlp,
+            intermediate_size=cut(layer.mlp.intermediate_size),
+            shared_intermediate_size=cut(layer.mlp.shared_intermediate_size),
+        )
+        shard = replace(
+            layer,
+            linears=tuple(of_linear(linear, layer.attention) for linear in layer.linears),
+            norms=tuple(replace(norm, rows_per_token=cut(norm.rows_per_token)) for norm in layer.norms),
+            attention=of_attention(layer.attention),
+            cross_attention=of_attention(layer.cross_attention),
+            mlp=mlp,
+        )
+        kinds.append(shard)
     head = model.head
     if head is not None and not model.tied:
-        head = replace(head, out_features=-(-head.out_features // degree))
+        head = replace(head, out_features=cut(head.out_features))
     tables = tuple(
-        replace(table, num_rows=-(-table.num_rows // degree)) if table.num_rows == model.vocab_size else table
+        replace(table, num_rows=cut(table.num_rows)) if table.num_rows == model.vocab_size else table
         for table in model.embeddings
     )
-    kinds = tuple(_layer_shard(layer, degree) for layer in model.layer_kinds)
-    return replace(model, layer_kinds=kinds, head=head, embeddings=tables)
-
-
-def _layer_shard(layer: LayerSpec, degree: int) -> LayerSpec:
-    return replace(
-        layer,
-        linears=tuple(_linear_shard(linear, layer, degree) for linear in layer.linears),
-        norms=tuple(replace(norm, rows_per_token=-(-norm.rows_per_token // degree)) for norm in layer.norms),
-        attention=_attention_shard(layer.attention, degree),
-        cross_attention=_attention_shard(layer.cross_attention, degree),
-        mlp=_mlp_shard(layer.mlp, degree),
-    )
-
-
-def _linear_shard(linear: LinearSpec, layer: LayerSpec, degree: int) -> LinearSpec:
-    if linear.role in _COLUMNS:
-        ways = degree
-        if linear.role in ("k", "v") and layer.attention is not None:
-            ways = min(degree, layer.attention.num_kv_heads)
-        return replace(linear, out_features=-(-linear.out_features // ways))
-    if linear.role in _ROWS:
-        return replace(linear, in_features=-(-linear.in_features // degree))
-    return linear
-
-
-def _attention_shard(attention: AttentionSpec | None, degree: int) -> AttentionSpec | None:
-    if attention is None:
-        return None
-    return replace(
-        attention,
-        num_heads=-(-attention.num_heads // degree),
-        num_kv_heads=max(1, attention.num_kv_heads // degree),
-    )
-
-
-def _mlp_shard(mlp: MlpSpec | None, degree: int) -> MlpSpec | None:
-    if mlp is None:
-        return None
-    return replace(
-        mlp,
-        intermediate_size=-(-mlp.intermediate_size // degree),
-        shared_intermediate_size=-(-mlp.shared_intermediate_size // degree),
-    )
+    return replace(model, layer_kinds=tuple(kinds), head=head, embeddings=tables)

@@ -2,6 +2,7 @@
 of ranks, and beside it what its engine holds."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.hardware.gpu import GpuSpec
@@ -15,19 +16,20 @@ from planner.memory.profiles import (
     LOSS_BEGINS,
     TURN,
     ModelProfiles,
-    Piece,
     ProfiledStep,
+    ProfileMoment,
     StepProfile,
-    StepTerms,
-    gap_until_step,
+    as_terms,
     profiled_kind,
     rank_profiles_of,
+    reserved_peak,
     step_of,
     structure_key,
 )
 from planner.memory.states import ONE_GRADIENT, RankState, halves_stay_apart
 from planner.memory.step import (
     LossMoment,
+    StepTerms,
     allocator_gap_bytes,
     fixed_segments_gap_bytes,
     formula_loss_gap_share,
@@ -37,7 +39,7 @@ from planner.models.spec import ModelSpec
 from planner.options.layouts import SHARDED
 from planner.options.losses import LossChain
 from planner.setup import TrainSetup
-from planner.setup.memory_terms import PHASES, MemoryBreakdown, Phase
+from planner.setup.memory_terms import PHASES, MemoryBreakdown, Phase, total_bytes
 
 _MOMENTS: Mapping[Phase, tuple[tuple[str, str], ...]] = {
     "forward": (("forward", "forward"), (LOSS_BEGINS, "gather"), ("step", "start")),
@@ -77,24 +79,17 @@ def as_profiled(inner: TrainSetup) -> TrainSetup:
 
 def _without_gradients(profiles: ModelProfiles, profile: StepProfile) -> StepProfile:
     """The profile without gradients but the head's in the loss: an engine takes each as it comes."""
-    stripped = profiles.without_gradients.get(id(profile))
-    if stripped is None:
-        pieces = [
-            Piece(
-                one_sequence=piece.one_sequence,
-                shortest_tokens=piece.shortest_tokens,
-                longest_tokens=piece.longest_tokens,
-                moments=tuple(
-                    moment
-                    if moment.phase == "loss"
-                    else moment._replace(groups=tuple(pair for pair in moment.groups if pair[0][0] != GRADIENTS))
-                    for moment in piece.moments
-                ),
-            )
-            for piece in profile.pieces
-        ]
-        stripped = profiles.without_gradients[id(profile)] = StepProfile(pieces=tuple(pieces))
-    return stripped
+
+    def stripped(moment: ProfileMoment) -> ProfileMoment:
+        if moment.phase == "loss":
+            return moment
+        return moment._replace(groups=tuple(pair for pair in moment.groups if pair[0][0] != GRADIENTS))
+
+    cache = profiles.without_gradients
+    if id(profile) not in cache:
+        pieces = (replace(piece, moments=tuple(map(stripped, piece.moments))) for piece in profile.pieces)
+        cache[id(profile)] = StepProfile(pieces=tuple(pieces))
+    return cache[id(profile)]
 
 
 class RankMoment(NamedTuple):
@@ -149,51 +144,45 @@ class RankMoments:
         return whole.largest(0, ReferenceForward()) - alone.largest(0, ReferenceForward())
 
 
-class BeforeStep(NamedTuple):
-    """The highest moment before the optimizer's step, and what the allocator holds beyond it there."""
-
-    size_bytes: int
-    gap_bytes: int
-
-
-def before_step(moments: Mapping[Phase, Sequence[RankMoment]], of_loss: float, holes_bytes: int) -> BeforeStep:
-    """Of a rank's moments, with expandable segments.
+def before_step(moments: Mapping[Phase, Sequence[RankMoment]], of_loss: float, holes_bytes: int) -> tuple[int, int]:
+    """Bytes of the highest moment before the optimizer's step, and what the allocator holds beyond it there, with
+    expandable segments.
 
     Args:
         of_loss: `planner.memory.step.formula_loss_gap_share`.
         holes_bytes: see `RankState`.
     """
-    largest = max(moment.size_bytes for phase in PHASES[1:-1] for moment in moments[phase])
-    computing = {moment.of_profile: moment.computing for phase in PHASES[1:-1] for moment in moments[phase]}
+    before = [moment for phase in PHASES[1:-1] for moment in moments[phase]]
+    computing = {moment.of_profile: moment.computing for moment in before}
     saved = computing[LOSS_BEGINS]
     layer = max(computing[name] for name in ("forward", FIRST, TURN)) - saved
     gap = allocator_gap_bytes(loss=computing["loss"] - saved, layer=layer, of_loss=of_loss)
-    return BeforeStep(largest, gap + holes_bytes)
+    return max(moment.size_bytes for moment in before), gap + holes_bytes
 
 
 def rank_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> MemoryBreakdown:
     """The terms of a rank, each with the phases in which it is alive; of a phase's moments the largest is shown."""
-    micro, accumulated = setup.micro_batch_seqs, setup.adds_gradients
+    micro, accumulated, terms = setup.micro_batch_seqs, setup.adds_gradients, StepTerms()
+    states, temporaries = state.optimizer_bytes(setup.optimizer)
     chain = loss_parts(state.part.model, state.setup)
     moments = RankMoments(step, state, accumulated=accumulated).at(micro, chain)
-    terms = StepTerms(gpu, setup, state)
-    terms.add_allocations(allocation for allocation in state.allocations if allocation.resident)
+    terms.add(PHASES, state.terms_at("resident"))
+    terms.add_states(gpu, setup, states)
     largest = {phase: max(each, key=lambda candidate: candidate.size_bytes) for phase, each in moments.items()}
     for phase, moment in largest.items():
         groups = step.groups_at(moment.of_profile, micro, accumulated=accumulated)
         groups[max(groups, key=lambda group: groups[group])] += moment.computing - sum(groups.values())
-        for (category, name), size in groups.items():
-            terms.add(category, name, size, phase)
-        remaining = moment.size_bytes - moment.computing
-        for allocation in state.allocations:
-            if moment.of_engine in allocation.moments and not allocation.resident and allocation.name != ONE_GRADIENT:
-                terms.add(allocation.category, allocation.name, allocation.size_bytes, phase)
-                remaining -= allocation.size_bytes
-        terms.add("weights", "weights and buffers beside the loss", remaining, phase)
+        terms.add((phase,), as_terms(groups))
+        held = [term for term in state.terms_at(moment.of_engine) if term[1] != ONE_GRADIENT]
+        remaining = moment.size_bytes - moment.computing - total_bytes(held)
+        terms.add((phase,), [*held, ("weights", "weights and buffers beside the loss", remaining)])
+    terms.add(("step",), [("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
     if setup.expandable_segments:
         before = before_step(moments, formula_loss_gap_share(setup.loss, setup.checkpointing), state.holes_bytes)
-        at_end = largest["step"].size_bytes + terms.temporaries
-        return terms.breakdown(gap_until_step(before.size_bytes, before.gap_bytes, at_end))
-    saved = next(candidate.computing for candidate in moments["forward"] if candidate.of_profile == LOSS_BEGINS)
-    dynamic = {phase: largest[phase].size_bytes for phase in PHASES[1:-1]}
-    return terms.breakdown(fixed_segments_gap_bytes(saved=saved, **dynamic))
+        at_end = largest["step"].size_bytes + temporaries
+        gap = reserved_peak(before, at_end) - max(before[0], at_end)
+    else:
+        saved = next(candidate.computing for candidate in moments["forward"] if candidate.of_profile == LOSS_BEGINS)
+        dynamic = {phase: largest[phase].size_bytes for phase in PHASES[1:-1]}
+        gap = fixed_segments_gap_bytes(saved=saved, **dynamic)
+    return terms.breakdown(gpu, setup, gap, profiled=True)

@@ -93,7 +93,6 @@ def _sizes(setup: TrainSetup) -> tuple[int, int]:
 
 
 def _kept(attention: AttentionSpec, tokens: int, key: int, value: int) -> int:
-    """Bytes of one sequence's keys and values in one layer."""
     tokens = min(tokens, attention.window_tokens or tokens)
     return tokens * attention.num_kv_heads * (key * attention.head_dim + value * attention.value_head_dim)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import field
+from operator import attrgetter
 from typing import Any
 
 from planner.core.errors import SetupError
@@ -15,7 +16,7 @@ from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.models.targets import lora_linears
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
-from planner.setup.memory_terms import Category
+from planner.setup.memory_terms import Category, Term
 
 # Weights: what the frozen or trained base model holds, after loading.
 
@@ -116,21 +117,14 @@ def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
 
     Source: transformers 5.23 `get_keys_to_not_convert`; peft 0.21 `prepare_model_for_kbit_training`.
     """
+    deciding = ("quantization", "weight_dtype", "kbit_fp32_cast", "quantize_experts", "wide_stacks")
     streams = setup.trainer.streams_experts and setup.quantize_experts
-    what = (
-        setup.quantization,
-        setup.weight_dtype,
-        setup.kbit_fp32_cast,
-        setup.quantize_experts,
-        streams,
-        setup.wide_stacks,
-    )
     widened = setup.trained_layers if setup.widens_trained else 0
-    return model.once(("weight bytes", *what, widened), lambda spec: _weight_bytes(spec, setup))
+    key = ("weight bytes", streams, widened, *attrgetter(*deciding)(setup))
+    return model.once(key, lambda spec: _weight_bytes(spec, setup))
 
 
 def _weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
-    """`weight_bytes`, worked out."""
     plain = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
     outer = sum(linear_bytes(linear, setup) for linear in model.outer_linears)
     outer += (sum(norm.num_params for norm in model.outer_norms) + model.num_outer_other_params) * plain
@@ -269,6 +263,15 @@ class RankState:
             for moment in ("resident",) if allocation.resident else allocation.moments:
                 totals[moment] += allocation.size_bytes
         self.moment_bytes.update(totals)
+
+    def terms_at(self, moment: str) -> list[Term]:
+        """What is held at a moment beyond what is resident, or ("resident") all along."""
+        resident = moment == "resident"
+        return [
+            (allocation.category, allocation.name, allocation.size_bytes)
+            for allocation in self.allocations
+            if (allocation.resident if resident else moment in allocation.moments and not allocation.resident)
+        ]
 
     def optimizer_bytes(self, optimizer: str) -> tuple[int, int]:
         """Bytes on the device of (states, temporaries of the step beyond what is held at "step") for an optimizer on
@@ -419,10 +422,6 @@ def _of_a_decoders_table(model: ModelSpec, setup: TrainSetup, trained: Trained, 
 
 def decoder_share(model: ModelSpec) -> float:
     """Share of an encoder-decoder's layer parameters that is the decoder's; 0 of other models."""
-    return model.once("decoder share", _decoder_share)
-
-
-def _decoder_share(model: ModelSpec) -> float:
     parts = [(layer.num_params * num, layer.cross_attention is not None) for layer, num in model.layer_counts]
     return sum(num for num, decoder in parts if decoder) / max(1, sum(num for num, _ in parts))
 

@@ -1,13 +1,13 @@
 """From terms to moments to the peak: the one composition of a training step, on any number of GPUs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from planner.core.units import MIB
 from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES
-from planner.memory.layers import LayerMoment
 from planner.memory.micro_batch import (
     ActivationParts,
     ReferenceForward,
@@ -150,24 +150,6 @@ def allocator_gap_bytes(*, loss: int, layer: int, of_loss: float = GAP_OF_LOSS) 
 # What pipeline stages hold of micro-batches beside the one that they compute.
 
 
-def in_flight_losses_bytes(part: RankPart, setup: TrainSetup, logits: int, tokens: int, flight: int) -> int:
-    """What a last pipeline stage holds beside one micro-batch's loss chain: this micro-batch's logits, which the stage
-    keeps to its backward's end, and under GPipe those and the fp32 log-probabilities of the micro-batches in flight.
-
-    The largest moment is the second backward, when gradients are there and one micro-batch is done.
-
-    Args:
-        logits: bytes of one micro-batch's logits; `tokens`: its tokens.
-
-    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_one_chunk's stage_output), `schedules.py`
-    ScheduleGPipe. Measured: docs/accuracy/spread-formula-vs-dry-run.md.
-    """
-    if setup.pipeline_degree == 1:
-        return 0
-    wide = SIZE_BYTES["fp32"] * tokens * part.model.vocab_size
-    return logits + max(0, flight - 2) * (logits + wide)
-
-
 def in_flight_bytes(state: RankState, setup: TrainSetup, saved: int, flight: int, micro_batches: int) -> int:
     """Activations of further micro-batches in flight, less what they never meet.
 
@@ -224,17 +206,6 @@ Source: experts4bit-qlora 0.58.1 `engines/chunked_lm_loss.py` AUTO_MIN_LOGITS_BY
 """
 
 
-def _with_head_in_pieces(chain: LossChain, shape: LossShape) -> LossChain:
-    """A loss whose pieces each have a product with the head: the gradients that two of them give its weight, and their
-    sum, are there beside the other pieces' logits.
-
-    Source: torchtune 0.6.1 `modules/transformer.py` chunked_output; its recipe of Llama-3.1-8B, traced.
-    """
-    head, logits = shape.hidden_bytes * shape.vocab_size * shape.hidden_size, shape.logit_bytes * shape.tokens
-    others = logits * shape.vocab_size * (shape.chunks - 2) // shape.chunks
-    return replace(chain, backward_bytes=max(chain.backward_bytes, 3 * head + others))
-
-
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
     dtypes, by, objective = step_dtype_policy(model, setup), setup.trainer, setup.objective_spec
@@ -270,17 +241,34 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         return LossChain(loss_bytes=piece + rows, backward_bytes=piece + rows)
     chain = LOSSES[setup.loss].memory(shape)
     if by.loss_chunks and shape.head_trained and LOSSES[setup.loss].whole_logits:
-        chain = _with_head_in_pieces(chain, shape)
+        # each piece has a product with the head: the gradients that two of them give its weight, and their sum, are
+        # beside the other pieces' logits (torchtune 0.6.1 `modules/transformer.py` chunked_output; its recipe of
+        # Llama-3.1-8B, traced)
+        head, logits = shape.hidden_bytes * shape.vocab_size * shape.hidden_size, shape.logit_bytes * shape.tokens
+        others = logits * shape.vocab_size * (shape.chunks - 2) // shape.chunks
+        chain = replace(chain, backward_bytes=max(chain.backward_bytes, 3 * head + others))
     if not (setup.use_cache and by.keeps_outputs):
         return chain
     return replace(chain, kept_bytes=chain.kept_bytes + cached_bytes(model, setup))
 
 
 def last_stage_loss(part: RankPart, setup: TrainSetup, inner: TrainSetup, flight: int) -> tuple[LossChain, int, int]:
-    """(loss chain, bytes of gathered outputs, bytes of logits and losses of other micro-batches) of a last part."""
+    """(loss chain, bytes of gathered outputs, bytes of logits and losses of other micro-batches) of a last part.
+
+    A last pipeline stage holds beside one micro-batch's chain its logits, to the backward's end, and under GPipe those
+    and the fp32 log-probabilities of the micro-batches in flight. The largest moment is the second backward, when
+    gradients are there and one micro-batch is done.
+
+    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_one_chunk's stage_output), `schedules.py`
+    ScheduleGPipe. Measured: docs/accuracy/spread-formula-vs-dry-run.md.
+    """
     chain = loss_parts(part.model, inner)
     outputs = setup.num_gpus * chain.logits_bytes if setup.parallel == "dp" and not part.follower else 0
-    return chain, outputs, in_flight_losses_bytes(part, setup, chain.logits_bytes, inner.tokens_per_micro_batch, flight)
+    others = 0
+    if setup.pipeline_degree > 1:
+        wide = SIZE_BYTES["fp32"] * inner.tokens_per_micro_batch * part.model.vocab_size
+        others = chain.logits_bytes + max(0, flight - 2) * (chain.logits_bytes + wide)
+    return chain, outputs, others
 
 
 class LossMoment(NamedTuple):
@@ -340,7 +328,16 @@ def loss_terms(
     name, extra_name = f"loss chain ({loss})", "weights and buffers beside the loss"
     moment = LossMoment.of(state, chain, outputs_bytes)
     within = moment.in_model_forward + parts.freed_before_loss_backward
-    reference_terms = _reference_terms(state, chain, parts, loss)
+    reference_terms: tuple[Term, ...] = ()
+    reference = parts.reference
+    if reference.frames:
+        layer = max(reference.layer, state.arriving_bytes)
+        reference_terms = (
+            ("loss", f"what the loss keeps ({loss})", chain.reference_forward_bytes),
+            ("activations", "what the reference's forward holds", reference.frames + reference.cached),
+            ("activations", "one layer of it, or the next one's weights", layer),
+            ("weights", "weights and buffers beside it", state.reference_forward_bytes),
+        )
     if total_bytes(reference_terms) > max(within, moment.forward, moment.backward, moment.head):
         return reference_terms
     if within >= moment.forward and within > max(moment.backward, moment.head):
@@ -352,18 +349,6 @@ def loss_terms(
     if max(moment.forward, moment.head) > moment.backward:
         return (("loss", name, max(moment.forward, moment.head)),)
     return ("loss", name, chain.backward_bytes), ("loss", extra_name, state.loss_backward_bytes)
-
-
-def _reference_terms(state: RankState, chain: LossChain, parts: ActivationParts, loss: str) -> tuple[Term, ...]:
-    """What is there while a reference's layers run: one layer's temporaries, or the next one's weights arriving."""
-    if not parts.reference.frames:
-        return ()
-    return (
-        ("loss", f"what the loss keeps ({loss})", chain.reference_forward_bytes),
-        ("activations", "what the reference's forward holds", parts.reference.frames + parts.reference.cached),
-        ("activations", "one layer of it, or the next one's weights", max(parts.reference.layer, state.arriving_bytes)),
-        ("weights", "weights and buffers beside it", state.reference_forward_bytes),
-    )
 
 
 # What computing one micro-batch holds, moment by moment of a step (`planner.memory.states.MOMENTS`).
@@ -404,27 +389,21 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     """What one micro-batch's activations are at every moment; each by itself is affine in the micro-batch.
 
     The backward is largest at its first layer, at its last (activations fall and gradients rise linearly in between),
-    each at every moment of a layer, or when all activations are gone and the embedding's gradient comes.
+    each at every moment of a layer, or when all activations are gone and the embedding's gradient comes; an image
+    encoder's runs after the layers'.
 
     Args:
         last: whether the part has the loss.
     """
-    of_text, seen = stored_terms(parts), _image_encoder_terms(parts)
+    of_text, encoder = stored_terms(parts), parts.encoder
+    seen: tuple[Term, ...] = ()
+    if encoder.inputs:  # what it keeps for its backward, and what its forward hands to the text's
+        seen = (
+            ("activations", "the tower's activations", encoder.stored),
+            ("activations", "the tower's mask (patches x patches)", encoder.mask),
+            ("activations", "between tower and text", encoder.between_encoder_and_text),
+        )
     stored = (*of_text, *seen)
-    moments = _ahead(parts, stored, seen, last=last)
-    size = total_bytes(of_text)
-    others = size * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
-    at_last: Term = ("activations", REMAINING_ACTIVATIONS, max(others, size // max(1, model.num_layers)))
-    if parts.hooked > at_last[2]:
-        at_last = ("activations", HOOKED, parts.hooked)
-    for moment in parts.layer_moments:
-        of_layer = _of_layer(moment)
-        moments += [Moment("first", (*stored, *of_layer)), Moment("last", (at_last, *seen, *of_layer))]
-    return (*moments, Moment("end", (("activations", REMAINING_ACTIVATIONS, others),) if others else ()))
-
-
-def _ahead(parts: ActivationParts, stored: tuple[Term, ...], seen: tuple[Term, ...], *, last: bool) -> list[Moment]:
-    """The moments before the layers' backward, and the image encoder's backward, which runs after it."""
     cached: Term = ("activations", "keys and values in the model's cache", parts.cached)
     saved = (*stored, cached, ("activations", "autocast's cache", parts.cast_cache))
     temporaries: Term = ("activations", "one layer's forward temporaries", parts.forward_temp)
@@ -438,37 +417,29 @@ def _ahead(parts: ActivationParts, stored: tuple[Term, ...], seen: tuple[Term, .
         Moment("head", stored),
     ]
     if seen:
-        running: Term = ("activations", "one layer's forward temporaries", parts.encoder.forward)
+        running: Term = ("activations", "one layer's forward temporaries", encoder.forward)
         moments.append(Moment("forward", (*seen, running)))
         name = "one recomputed layer of the tower, and gradients"
-        moments += [Moment("last", (*seen[:2], ("activations", name, size))) for size in parts.encoder.backward]
-    return moments
-
-
-def _of_layer(moment: LayerMoment) -> tuple[Term, ...]:
-    """What one layer's backward makes."""
-    return (
-        ("activations", "one recomputed layer", moment.recomputed),
-        ("workspace", "one layer's gradients of activations", moment.temporary),
-        ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
-    )
+        moments += [Moment("last", (*seen[:2], ("activations", name, size))) for size in encoder.backward]
+    size = total_bytes(of_text)
+    others = size * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
+    at_last: Term = ("activations", REMAINING_ACTIVATIONS, max(others, size // max(1, model.num_layers)))
+    if parts.hooked > at_last[2]:
+        at_last = ("activations", HOOKED, parts.hooked)
+    for moment in parts.layer_moments:
+        of_layer: tuple[Term, ...] = (
+            ("activations", "one recomputed layer", moment.recomputed),
+            ("workspace", "one layer's gradients of activations", moment.temporary),
+            ("dequantization", "one dequantized matrix in the backward", moment.dequantized),
+        )
+        moments += [Moment("first", (*stored, *of_layer)), Moment("last", (at_last, *seen, *of_layer))]
+    return (*moments, Moment("end", (("activations", REMAINING_ACTIVATIONS, others),) if others else ()))
 
 
 def stored_terms(parts: ActivationParts) -> tuple[Term, ...]:
     """What a micro-batch keeps from its forward to its backward."""
     terms: list[Term] = [("activations", _PART_NAMES[part], size) for part, size in parts.stored.items()]
     return (*terms, ("activations", "autocast copies of the weights", parts.weight_casts[1]))
-
-
-def _image_encoder_terms(parts: ActivationParts) -> tuple[Term, ...]:
-    """Of pictures: what their encoder keeps for its backward, and what its forward hands to the text's."""
-    if not parts.encoder.inputs:
-        return ()
-    return (
-        ("activations", "the tower's activations", parts.encoder.stored),
-        ("activations", "the tower's mask (patches x patches)", parts.encoder.mask),
-        ("activations", "between tower and text", parts.encoder.between_encoder_and_text),
-    )
 
 
 # The one composition of a training step, on any number of GPUs: from terms to moments to the peak.
@@ -493,105 +464,24 @@ def step_parts(
     parts = activation_parts(model, gpu, setup, ground)
     if setup.images is None:
         return parts
-    from planner.memory.modality_encoder import with_encoder  # late: text alone needs none of it
+    from planner.memory.modality_encoder import encoder_bytes  # late: text alone needs none of it
 
-    return with_encoder(parts, model, gpu, setup)
-
-
-def dynamic_bytes(state: RankState, moments: Iterable[Moment], *, in_flight: int, in_loss: int) -> list[int]:
-    """What changes within a step at every moment: the engine's, computing's, the loss and what a pipeline has in
-    flight."""
-    engine_bytes = state.moment_bytes
-    return [
-        engine_bytes[moment.name] + moment.size_bytes + in_flight + (in_loss if moment.name == "loss" else 0)
-        for moment in moments
-    ]
+    return parts._replace(encoder=encoder_bytes(model, gpu, setup))
 
 
-Line = tuple[int, int]
-"""(bytes at micro-batch 1, bytes of each further sequence)."""
+def largest_by_name(moments: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The bytes of the largest moment of each name."""
+    sizes: dict[str, int] = {}
+    for name, here in moments:
+        if here > sizes.get(name, -1):
+            sizes[name] = here
+    return sizes
 
 
-class MomentLines(NamedTuple):
-    """The moments of computing as straight lines in the micro-batch.
-
-    Attributes:
-        envelopes: by moment those without the loss that no other of it is always above.
-        loss: of the moment of the loss, the chain not counted; saved: what each micro-batch in flight adds.
-        layer: by which a layer's forward and backward are above what is kept.
-    """
-
-    envelopes: tuple[tuple[str, tuple[Line, ...]], ...]
-    loss: Line
-    saved: Line
-    layer: tuple[Line, ...]
-
-    @classmethod
-    def through(cls, at_one: Sequence[Moment], two: Sequence[Moment]) -> "MomentLines":
-        """The lines through what computing holds at micro-batch 1 and at 2."""
-        by_name: dict[str, list[Line]] = {}
-        for first, second in zip(at_one, two, strict=True):
-            size = first.size_bytes
-            by_name.setdefault(first.name, []).append((size, second.size_bytes - size))
-        loss, saved = by_name.pop("loss")[0], by_name["head"][0]
-        layer = _upper_envelope([_less(line, saved) for name in _OF_LAYERS for line in by_name.get(name, ())])
-        envelopes = tuple([(name, _upper_envelope(lines)) for name, lines in by_name.items()])
-        return cls(envelopes, loss, saved, layer)
-
-
-class RankMemoryLines(NamedTuple):
-    """The moments of one rank as straight lines in the micro-batch; `envelope` are those without the loss that no other
-    is always above; `loss_alone` and `layer` what the loss and a layer hold beyond the activations kept."""
-
-    envelope: tuple[Line, ...]
-    loss: Line
-    loss_alone: Line
-    layer: tuple[Line, ...]
-
-    @classmethod
-    def through(cls, state: RankState, computed: MomentLines) -> "RankMemoryLines":
-        """What computing holds on top of what the rank's engine does."""
-        engine_bytes, loss = state.moment_bytes, computed.loss
-        lines = [
-            (engine_bytes[name] + intercept, slope) for name, each in computed.envelopes for intercept, slope in each
-        ]
-        return cls(
-            _upper_envelope(lines),
-            (engine_bytes["loss"] + loss[0], loss[1]),
-            _less(loss, computed.saved),
-            computed.layer,
-        )
-
-    def largest(self, micro_batch_seqs: int, in_loss: int) -> int:
-        """The largest moment before the step at one micro-batch."""
-        more = micro_batch_seqs - 1
-        highest = self.loss[0] + more * self.loss[1] + in_loss
-        for intercept, slope in self.envelope:
-            here = intercept + more * slope
-            if here > highest:
-                highest = here
-        return highest
-
-    def transient_bytes(self, micro_batch_seqs: int, in_loss: int) -> tuple[int, int]:
-        """What the loss and what a layer make beyond the activations kept, at one micro-batch."""
-        more = micro_batch_seqs - 1
-        alone, slope = self.loss_alone
-        return alone + more * slope + in_loss, max(
-            [intercept + more * slope for intercept, slope in self.layer], default=0
-        )
-
-
-def _less(line: Line, other: Line) -> Line:
-    return line[0] - other[0], line[1] - other[1]
-
-
-def _upper_envelope(lines: Iterable[Line]) -> tuple[Line, ...]:
-    """A superset of the lines that are the highest at some micro-batch from 1 on."""
-    envelope: list[Line] = []
-    for line in sorted(lines, reverse=True):
-        if not envelope or line[1] > envelope[-1][1]:
-            envelope.append(line)
-    return tuple(envelope)
+def transient_bytes(sizes: Mapping[str, int], in_loss: int) -> tuple[int, int]:
+    """What the loss and what a layer make beyond the activations kept; of each moment its bytes, the chain apart."""
+    saved = sizes["head"]
+    return sizes["loss"] - saved + in_loss, max(sizes.get(name, saved) for name in _OF_LAYERS) - saved
 
 
 def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState) -> MemoryBreakdown:
@@ -600,19 +490,39 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
     Source: the terms' own functions; docs/memory-model.md shows how the phases were found (the dry run's event order).
     Not counted: paged optimizer states (managed memory, evictable), the data loader.
     """
-    inner = state.setup
+    inner, steps, engine_bytes = state.setup, setup.accumulation_steps, state.moment_bytes
     parts = step_parts(part.model, gpu, inner)
     moments = computing(part.model, parts, last=part.last)
     states, temporaries = state.optimizer_bytes(setup.optimizer)
-    waiting = in_flight_bytes(state, setup, total_bytes(stored_terms(parts)), part.in_flight, setup.accumulation_steps)
+    saved = total_bytes(stored_terms(parts))
+    waiting = in_flight_bytes(state, setup, saved, part.in_flight, steps)
     in_flight: Term = ("activations", f"activations of {part.in_flight - 1} more micro-batches in flight", waiting)
-    in_loss, outputs = _in_loss(part, setup, state, parts)
-    totals = dynamic_bytes(state, moments, in_flight=waiting, in_loss=total_bytes(in_loss))
-    shown = _Shown(_resident(part, gpu, setup, state, parts))
-    shown.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states), ("loss", KEPT_OUTPUTS, outputs)])
+    in_loss: tuple[Term, ...] = ()
+    outputs_kept = 0
+    if part.last:
+        chain, outputs, others = last_stage_loss(part, setup, inner, part.in_flight)
+        more: Term = ("loss", "logits and losses of more micro-batches in flight", others)
+        in_loss, outputs_kept = (*loss_terms(state, chain, parts, outputs, setup.loss), more), chain.kept_bytes
+    alone = {"loss": total_bytes(in_loss)}
+    totals = [engine_bytes[name] + total_bytes(terms) + waiting + alone.get(name, 0) for name, terms in moments]
+    boundary = boundary_bytes(part, setup, inner, micro_batches=steps, flight=part.in_flight)
+    terms = StepTerms()
+    terms.add(
+        PHASES,
+        [
+            *state.terms_at("resident"),
+            ("weights", "rotary tables of every layer", rotary_table_bytes(part.model, setup)),
+            ("other", VLLM, resident_vllm(gpu, setup)),
+            ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
+            ("activations", "pixels of the step's pictures", steps * parts.encoder.inputs),
+            ("activations", "sound of the step's clips", steps * parts.sound),
+            ("activations", "the stage's boundary buffers", boundary),
+        ],
+    )
+    terms.add(AFTER_LOAD, [("optimizer", f"states of {setup.optimizer}", states), ("loss", KEPT_OUTPUTS, outputs_kept)])
     if setup.trainer.keeps_outputs and setup.saves_matmul_inputs:  # the outputs hold the last micro-batch's graph
         pinned = parts.stored["pinned"]
-        shown.add(("forward",), [("activations", "inputs that the graph of the kept outputs keeps", pinned)])
+        terms.add(("forward",), [("activations", "inputs that the graph of the kept outputs keeps", pinned)])
     generated = generation_terms(part.model, gpu, setup, state.trained.size_bytes)
     largest: dict[str, int] = {}
     for phase in AFTER_LOAD[:-1]:
@@ -620,94 +530,48 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         best = max(places, key=lambda place: (totals[place], moments[place].name == "forward"))
         largest[phase] = totals[best]
         if phase == "forward" and total_bytes(generated) > totals[best]:
-            shown.add((phase,), generated)
+            terms.add((phase,), generated)
             continue
-        shown.add((phase,), moments[best].terms)
+        terms.add((phase,), moments[best].terms)
         if moments[best].terms or phase != "loss":
-            shown.add((phase,), [in_flight])
-        shown.add((phase,), in_loss if phase == "loss" else ())
-        shown.add((phase,), _allocations_at(state, moments[best].name))
-    shown.add(
-        ("step",), [*_allocations_at(state, "step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)]
-    )
+            terms.add((phase,), [in_flight])
+        terms.add((phase,), in_loss if phase == "loss" else ())
+        terms.add((phase,), state.terms_at(moments[best].name))
+    terms.add(("step",), [*state.terms_at("step"), ("optimizer", f"temporaries of {setup.optimizer}", temporaries)])
     if setup.expandable_segments:
-        alone, layer = _transient_bytes(moments)
-        of_loss = formula_loss_gap_share(setup.loss, setup.checkpointing)
-        layer = max(layer, total_bytes(generated))
-        gap = allocator_gap_bytes(loss=alone + total_bytes(in_loss), layer=layer, of_loss=of_loss) + state.holes_bytes
+        sizes = largest_by_name((moment.name, moment.size_bytes) for moment in moments)
+        loss_bytes, layer = transient_bytes(sizes, alone["loss"])
+        layer, of_loss = max(layer, total_bytes(generated)), formula_loss_gap_share(setup.loss, setup.checkpointing)
+        gap = allocator_gap_bytes(loss=loss_bytes, layer=layer, of_loss=of_loss) + state.holes_bytes
     else:
-        gap = fixed_segments_gap_bytes(saved=total_bytes(stored_terms(parts)) + waiting, **largest)
-    outside_allocator = context_bytes(gpu) + communicator_bytes(gpu, setup)
-    return MemoryBreakdown(terms=shown.terms(), allocator_gap_bytes=gap, context_bytes=outside_allocator)
+        gap = fixed_segments_gap_bytes(saved=saved + waiting, **largest)
+    return terms.breakdown(gpu, setup, gap)
 
 
-def _transient_bytes(moments: Sequence[Moment]) -> tuple[int, int]:
-    """What the loss, its chain not counted, and what a layer make beyond the activations kept."""
-    sizes: dict[str, int] = {}
-    for moment in moments:
-        sizes[moment.name] = max(sizes.get(moment.name, 0), moment.size_bytes)
-    return sizes["loss"] - sizes["head"], max(sizes.get(name, 0) for name in _OF_LAYERS) - sizes["head"]
+class StepTerms:
+    """Terms and the phases in which they are alive; what is alive in several phases at one size is one term."""
 
-
-def _in_loss(
-    part: RankPart, setup: TrainSetup, state: RankState, parts: ActivationParts
-) -> tuple[tuple[Term, ...], int]:
-    """What is there in the loss beside the activations, and the bytes of outputs that the loop keeps from it."""
-    if not part.last:
-        return (), 0
-    chain, outputs, others = last_stage_loss(part, setup, state.setup, part.in_flight)
-    more: Term = ("loss", "logits and losses of more micro-batches in flight", others)
-    return (*loss_terms(state, chain, parts, outputs, setup.loss), more), chain.kept_bytes
-
-
-def _resident(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState, parts: ActivationParts) -> list[Term]:
-    """What is there in every phase."""
-    steps = setup.accumulation_steps
-    boundary = boundary_bytes(part, setup, state.setup, micro_batches=steps, flight=part.in_flight)
-    return [
-        *(
-            (allocation.category, allocation.name, allocation.size_bytes)
-            for allocation in state.allocations
-            if allocation.resident
-        ),
-        ("weights", "rotary tables of every layer", rotary_table_bytes(part.model, setup)),
-        ("other", VLLM, resident_vllm(gpu, setup)),
-        ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu)),
-        ("activations", "pixels of the step's pictures", steps * parts.encoder.inputs),
-        ("activations", "sound of the step's clips", steps * parts.sound),
-        ("activations", "the stage's boundary buffers", boundary),
-    ]
-
-
-def _allocations_at(state: RankState, moment: str) -> list[Term]:
-    return [
-        (allocation.category, allocation.name, allocation.size_bytes)
-        for allocation in state.allocations
-        if moment in allocation.moments and not allocation.resident
-    ]
-
-
-class _Shown:
-    """Terms and the phases in which they were seen; one that is alive in several phases becomes one term."""
-
-    def __init__(self, resident: Iterable[Term]) -> None:
+    def __init__(self) -> None:
         self._phases: dict[tuple[Term, int], list[Phase]] = {}
-        for phase in PHASES:
-            self.add((phase,), resident)
 
     def add(self, phases: Iterable[Phase], terms: Iterable[Term]) -> None:
         """Adds what is alive in these phases."""
-        for phase in phases:
-            for term in terms:
-                same = 0
-                while phase in self._phases.get((term, same), ()):  # another of the same name and size
-                    same += 1
-                if term[2] > 0:
-                    self._phases.setdefault((term, same), []).append(phase)
+        for phase, term in product(phases, [term for term in terms if term[2] > 0]):
+            same = 0
+            while phase in self._phases.get((term, same), ()):  # another of the same name and size
+                same += 1
+            self._phases.setdefault((term, same), []).append(phase)
 
-    def terms(self) -> tuple[MemoryTerm, ...]:
-        """In the order in which they were first seen."""
-        return tuple(
+    def add_states(self, gpu: GpuSpec, setup: TrainSetup, states_bytes: int) -> None:
+        """Adds what no profile tells of a step: cuBLAS's workspaces and the optimizer's states."""
+        workspaces: Term = ("workspace", "cuBLAS workspaces", cublas_workspace_bytes(gpu))
+        self.add(AFTER_LOAD, [workspaces, ("optimizer", f"states of {setup.optimizer}", states_bytes)])
+
+    def breakdown(self, gpu: GpuSpec, setup: TrainSetup, gap_bytes: int, *, profiled: bool = False) -> MemoryBreakdown:
+        """All in the order in which they were first seen, with what the allocator holds beyond them at the peak."""
+        terms = tuple(
             MemoryTerm(category=category, name=name, size_bytes=size, phases=tuple(phases))
             for ((category, name, size), _), phases in self._phases.items()
         )
+        outside = context_bytes(gpu) + communicator_bytes(gpu, setup)
+        return MemoryBreakdown(terms=terms, allocator_gap_bytes=gap_bytes, context_bytes=outside, profiled=profiled)

@@ -43,7 +43,7 @@ class Trained:
     @property
     def size_bytes(self) -> int:
         """Bytes of the trained parameters, and of their gradients."""
-        return self.num * SIZE_BYTES[self.dtype] + self.copies_bytes
+        return self.num * SIZE_BYTES[self.dtype] + self.copies * SIZE_BYTES[self.copies_dtype or self.dtype]
 
     @property
     def reached(self) -> "Trained":
@@ -53,11 +53,6 @@ class Trained:
             return self
         edges, small = self.edge_sum - idle.edge_sum, self.small - idle.small
         return replace(self, num=self.num - idle.num, edge_sum=edges, small=small, idle=None)
-
-    @property
-    def copies_bytes(self) -> int:
-        """Bytes of the copies that have a type of their own."""
-        return self.copies * SIZE_BYTES[self.copies_dtype] if self.copies else 0
 
     @property
     def outer_bytes(self) -> int:
@@ -77,13 +72,11 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
     if setup.method == "full":
         dtype = "fp32" if setup.widens_trained else setup.weight_dtype
         return _trained_full(model, dtype, setup.trainer.wide_embedding_states, setup.images is not None)
-    if not setup.kind.like_lora:
-        adapters = _trained_kind(
-            model, setup.adapter, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype
-        )
-        return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
-    sees = setup.images is not None
-    adapters = _trained_lora(model, setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype, sees)
+    shape = setup.lora_targets, setup.lora_rank, setup.resolved_adapter_dtype
+    if setup.kind.like_lora:
+        adapters = _trained_lora(model, *shape, setup.images is not None)
+    else:
+        adapters = _trained_kind(model, setup.adapter, *shape)
     return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
 
 
@@ -161,7 +154,6 @@ def whole_where_frozen(setup: TrainSetup) -> bool:
 
 
 def _reaches_encoder(model: ModelSpec, setup: TrainSetup) -> bool:
-    """Whether the backward goes into an encoder-decoder's encoder."""
     if setup.method == "full" or setup.checkpointing or not setup.kind.adapts_matrices:
         return not setup.frozen_encoder
     names = adapted_names(model, setup.lora_targets)
@@ -365,14 +357,11 @@ def prefix_width(model: ModelSpec) -> int:
     Raises:
         SetupError: no layer keeps keys.
     """
-    attentions = [
-        layer.attention
-        for layer in model.layer_kinds
-        if layer.attention is not None and layer.attention.kind == "softmax"
-    ]
-    if not attentions:
+    attentions = [layer.attention for layer in model.layer_kinds if layer.attention is not None]
+    softmax = [attention for attention in attentions if attention.kind == "softmax"]
+    if not softmax:
         raise SetupError(f"{model.model_id} has no attention whose keys a prefix could stand before")
-    widest = max(attentions, key=lambda attention: attention.head_dim)
+    widest = max(softmax, key=lambda attention: attention.head_dim)
     return widest.num_kv_heads * widest.head_dim
 
 

@@ -58,17 +58,6 @@ MEASURED_CONTEXT_BYTES = {(7, 5): 141 * MIB}
 data/measurements, `cuda_context_mib` 140.875 in 75 runs of three sessions (torch 2.10 and 2.14)."""
 
 
-def bare_context_bytes(gpu: GpuSpec) -> int | None:
-    """Device memory of a process that has a CUDA context and runs no kernel; None where it is not known."""
-    if gpu.vendor != "NVIDIA" or gpu.sm_count is None:
-        return None
-    return gpu.sm_count * (BARE_PER_SM_HOPPER_BYTES if _from_hopper(gpu) else BARE_PER_SM_BYTES)
-
-
-def _from_hopper(gpu: GpuSpec) -> bool:
-    return (gpu.compute_capability or (0, 0))[0] >= 9
-
-
 @lru_cache(maxsize=128)
 def context_bytes(gpu: GpuSpec) -> int:
     """Device memory that the driver holds for a training process besides PyTorch's segments: its context, and the
@@ -83,11 +72,12 @@ def context_bytes(gpu: GpuSpec) -> int:
         return 0
     if (whole := MEASURED_CONTEXT_BYTES.get(gpu.compute_capability or (0, 0))) is not None:
         return whole
-    bare = bare_context_bytes(gpu)
-    if bare is None:
+    if gpu.vendor != "NVIDIA" or gpu.sm_count is None:
         return CONTEXT_BYTES
-    libraries = LIBRARIES_HOPPER_BYTES if _from_hopper(gpu) else LIBRARIES_BYTES
-    return bare + libraries + CUDNN_BYTES * takes_cudnn(gpu, "sdpa")
+    from_hopper = (gpu.compute_capability or (0, 0))[0] >= 9
+    each = BARE_PER_SM_HOPPER_BYTES if from_hopper else BARE_PER_SM_BYTES
+    libraries = LIBRARIES_HOPPER_BYTES if from_hopper else LIBRARIES_BYTES
+    return gpu.sm_count * each + libraries + CUDNN_BYTES * takes_cudnn(gpu, "sdpa")
 
 
 NCCL_NVLINK_BYTES = 688 * MIB
@@ -111,10 +101,8 @@ def communicator_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
     data = [setup.shardable_ranks]
     if setup.shard_degree:
         data = [setup.shard_degree, setup.shardable_ranks // setup.shard_degree]
-    total = 0
-    for ranks in (*data, setup.tensor_degree, setup.context_degree, setup.pipeline_degree):
-        total += group_bytes(gpu.nvlink_bytes_per_s > 0, ranks)
-    return total
+    groups = (*data, setup.tensor_degree, setup.context_degree, setup.pipeline_degree)
+    return sum(group_bytes(gpu.nvlink_bytes_per_s > 0, ranks) for ranks in groups)
 
 
 def group_bytes(nvlink: bool, ranks: int) -> int:

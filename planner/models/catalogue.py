@@ -87,7 +87,6 @@ def find(name: str) -> CatalogueEntry | None:
 
 
 def _lines_naming(needle: bytes) -> set[bytes]:
-    """The lines whose list of names holds `needle`."""
     text = _text()
     lines: set[bytes] = set()
     at = text.find(needle)

@@ -42,11 +42,6 @@ def is_revision(name: str) -> bool:
     return _REVISION.fullmatch(name) is not None and ".." not in name and "//" not in name
 
 
-def is_offline() -> bool:
-    """Whether the user forbids the network."""
-    return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
-
-
 def _home() -> Path:
     given = os.environ.get("HF_HOME")
     if given:
@@ -120,7 +115,7 @@ def from_hub(name: str, revision: str | None) -> HubAnswer:
     Raises:
         ConfigError: the hub's answer is no configuration.
     """
-    if is_offline():
+    if any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
         return HubAnswer(reason="HF_HUB_OFFLINE is set")
     if not is_repo_id(name) or (revision is not None and not is_revision(revision)):
         return HubAnswer(reason="not a hub id")
@@ -168,7 +163,6 @@ def _download(endpoint: str, name: str, revision: str | None) -> HubAnswer:
 
 
 def _status(code: int, has_token: bool) -> str:
-    """What an HTTP status of the hub means."""
     if code in (401, 403):
         if has_token:
             return f"the hub refuses it (HTTP {code}): it does not exist, or HF_TOKEN has no access to it"

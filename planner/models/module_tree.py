@@ -73,7 +73,13 @@ def spec_from_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:
     Raises:
         NoTree: libraries are missing, transformers does not know the type, or its tree is of no known form.
     """
-    spec = _shipped_tree(config) or _read_tree(config, model_type)
+    text = _shipped()
+    at = text.find(f'"{tree_digest(config)}"'.encode())
+    if at >= 0:
+        line = json.loads(text[text.rfind(b"\n", 0, at) + 1 : text.index(b"\n", at)])
+        spec = decode(ModelSpec, line["spec"], SHIPPED.name)
+    else:
+        spec = _read_tree(config, model_type)
     return replace(spec, from_tree=model_type.removesuffix("_text") not in shipped_types())
 
 
@@ -101,14 +107,6 @@ def shipped_types() -> frozenset[str]:
     return frozenset(model_type.decode() for model_type in re.findall(rb'"model_type":"([^"]+)"', _shipped()))
 
 
-def _shipped_tree(config: Mapping[str, Any]) -> ModelSpec | None:
-    """The tree that ships for a configuration, None where none does."""
-    text = _shipped()
-    at = text.find(f'"{tree_digest(config)}"'.encode())
-    line = text[text.rfind(b"\n", 0, at) + 1 : text.index(b"\n", at)] if at >= 0 else b""
-    return decode(ModelSpec, json.loads(line)["spec"], SHIPPED.name) if line else None
-
-
 def _read_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:
     """The tree from the user's cache, or read off what transformers builds."""
     missing = [name for name in NEEDED if find_spec(name) is None]
@@ -117,24 +115,21 @@ def _read_tree(config: Mapping[str, Any], model_type: str) -> ModelSpec:
             f"its module tree cannot be read: {', '.join(missing)} not installed",
             hint=f"with {install_command('torch')} any decoder of transformers is planned",
         )
-    if not _named_by_transformers(model_type):
+    package = find_spec("transformers")
+    assert package is not None
+    assert package.origin is not None
+    # its tables name the type: without importing it
+    tables = (Path(package.origin).parent / "models" / "auto").glob("*.py")
+    if not any(f'("{model_type}", ' in path.read_text(encoding="utf-8") for path in tables):
         raise NoTree(f"transformers {version('transformers')} does not know it")
     path = _cached(config)
-    spec = _read(path)
-    if spec is None:
+    try:
+        return decode(ModelSpec, parse_object(read_bytes(path, max_bytes=MAX_BYTES), path.name))
+    except ConfigError:  # nothing is kept there, or it cannot be read
         spec = decode(ModelSpec, _ask(config), "module tree")
         with contextlib.suppress(OSError):  # a cache that cannot be written is no error
             write_whole(path, json.dumps(to_jsonable(spec)).encode())
     return spec
-
-
-def _named_by_transformers(model_type: str) -> bool:
-    """Whether the installed transformers' tables name the type, without importing it."""
-    spec = find_spec("transformers")
-    assert spec is not None
-    assert spec.origin is not None
-    tables = (Path(spec.origin).parent / "models" / "auto").glob("*.py")
-    return any(f'("{model_type}", ' in path.read_text(encoding="utf-8") for path in tables)
 
 
 def _cached(config: Mapping[str, Any]) -> Path:
@@ -148,16 +143,7 @@ def _cached(config: Mapping[str, Any]) -> Path:
     return user_cache_path("finetune-planner") / "module-trees" / f"{key}.json"
 
 
-def _read(path: Path) -> ModelSpec | None:
-    """The spec kept in the cache, None where there is none that can be read."""
-    try:
-        return decode(ModelSpec, parse_object(read_bytes(path, max_bytes=MAX_BYTES), path.name))
-    except ConfigError:
-        return None
-
-
 def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec as JSON, from another process."""
     answer = next((reply for reader in _readers if (reply := reader(config)) is not None), None)
     answer = _child_answer(config) if answer is None else answer
     spec = answer.get("spec")
@@ -174,7 +160,6 @@ def _ask(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _child_answer(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a child process of its own says of the tree."""
     environment = {**child_environment(), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(

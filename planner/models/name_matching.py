@@ -188,7 +188,6 @@ Split = tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[int, ...], ...]]
 
 
 def _split(name: str) -> Split:
-    """A name without its owner, taken apart."""
     text = re.sub(r"(\d)\s*([bm])illions?\b", r"\1\2", name.lower())
     text = re.sub(r"(\d)\s+([bm])\b", r"\1\2", text)
     text = re.sub(r"(?<![\d.])(\d)b(\d)(?![\da-z])", r"\1.\2b", text)  # bloom-1b1
@@ -210,7 +209,6 @@ def _split(name: str) -> Split:
 
 @cache
 def _hub_ids() -> tuple[_HubId, ...]:
-    """Every id that the catalogue knows."""
     published = catalogue.hub_ids()
     sizes = {ids[0]: num_params for ids, num_params in published}
     copies = (((copy.lower(),), sizes[original]) for original, copy in PLAIN_COPIES.items())

@@ -52,7 +52,7 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
         return _from_directory(name, local, like)
     page = _HUB_PAGE.fullmatch(name)
     name = name if page is None else page[1]
-    if _looks_like_a_path(name):
+    if name.startswith((".", "/", "~", "\\")) or name.endswith(("/", ".json")) or name.count("/") > 1:
         raise UnknownModelError(f"no such directory: {shown(name)}", hint=_hint(name))
     if revision is not None and not hub.is_revision(revision):
         raise UsageError(f"--revision must be a branch, tag or commit, got {shown(revision)}", hint="for example main")
@@ -155,7 +155,6 @@ def meant(name: str) -> list[str]:
 
 
 def _close(name: str) -> list[str]:
-    """Hub ids of the catalogue with a name like this one."""
     from planner.core.close import close_names
     from planner.models.name_matching import of_other_size
 
@@ -166,14 +165,9 @@ def _close(name: str) -> list[str]:
 
 
 def _hint(name: str) -> str:
-    """Close names of the catalogue, and the way out without a network."""
     ids = _close(name)
     local = "a local directory with config.json works without a network"
     return f"close names: {', '.join(ids[:3])}; {local}" if ids else f"`plan models` lists the catalogue; {local}"
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "/", "~", "\\")) or name.endswith(("/", ".json")) or name.count("/") > 1
 
 
 def _local_config(name: str) -> Path | None:

@@ -1,9 +1,10 @@
 """Checkpoints that are published quantized: how a trainer loads them so that they train as planned."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
+from planner.models.spec import LayerSpec, ModelSpec
 from planner.setup import TrainSetup
 
 DEQUANTIZING = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
@@ -34,10 +35,15 @@ def plain_copy(model: ModelSpec) -> ModelSpec | None:
     return replace(model, model_id=copy, config=config)
 
 
+def _stored(model: ModelSpec | None) -> Mapping[str, Any] | None:
+    stored = model.config.get("quantization_config") if model is not None else None
+    return stored if isinstance(stored, Mapping) else None
+
+
 def stored_method(model: ModelSpec | None) -> str:
     """How the published weights are quantized: `quant_method` of the config.json, "" where they are plain."""
-    stored = model.config.get("quantization_config") if model is not None else None
-    return str(stored.get("quant_method", "method unknown"))[:40] if isinstance(stored, Mapping) else ""
+    stored = _stored(model)
+    return "" if stored is None else str(stored.get("quant_method", "method unknown"))[:40]
 
 
 def dequantizing_class(model: ModelSpec | None) -> str:
@@ -47,8 +53,7 @@ def dequantizing_class(model: ModelSpec | None) -> str:
 
 def stored_bits(model: ModelSpec | None) -> str:
     """Our name for what bitsandbytes published a checkpoint in: "nf4-double", "nf4" or "int8"; "" for anything else."""
-    stored = model.config.get("quantization_config") if model is not None else None
-    return _bits(stored) if isinstance(stored, Mapping) else ""
+    return _bits(_stored(model) or {"quant_method": ""})
 
 
 def _bits(stored: Mapping[str, object]) -> str:
@@ -71,8 +76,8 @@ def packed_as(model: ModelSpec | None) -> str:
 
     Source: transformers 5.23 `quantizers/auto.py`, peft 0.21 `tuners/lora/awq.py` and `gptq.py`.
     """
-    stored = model.config.get("quantization_config") if model is not None else None
-    if not isinstance(stored, Mapping) or stored_method(model) not in PACKED:
+    stored = _stored(model)
+    if stored is None or stored_method(model) not in PACKED:
         return ""
     return {4: "nf4-double", 8: "int8"}.get(stored.get("bits", stored.get("w_bit", 4)), "")
 
@@ -130,24 +135,22 @@ CLAMPS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})
 """Source: transformers 5.23 Gemma3nTextAltUp.predict; the dry run ends there with bitsandbytes' layers."""
 
 
-def _linears(model: ModelSpec) -> Iterator[LinearSpec]:
-    return (linear for layer in model.layer_kinds for linear in layer.linears)
-
-
 def stored_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why a setup cannot train the published checkpoint, "" where it can."""
-    if model is not None and setup.quantized and model.model_type in CLAMPS_WEIGHTS:
+    if model is None:
+        return ""
+    if setup.quantized and model.model_type in CLAMPS_WEIGHTS:
         return f"{model.model_type} clamps weights in place while it trains (AltUp), which packed ones cannot be"
-    if model is not None and setup.quantized and not any(linear.quantizes for linear in _linears(model)):
+    if setup.quantized and not any(linear.quantizes for layer in model.layer_kinds for linear in layer.linears):
         return f"transformers quantizes no matrix of {model.model_type}, whose layers are no plain nn.Linear: use lora"
     converted = setup.stack == "unsloth" and setup.quantize_experts
-    if model is not None and setup.quantized and dequantizing_class(model) and not converted:
+    if setup.quantized and dequantizing_class(model) and not converted:
         copy = PLAIN_COPIES.get(model.model_id, "")
         return (
             f"{model.model_id} is published in {stored_method(model)}, which bitsandbytes cannot quantize again: name "
             f"a 16-bit copy of it{copy and f' ({copy})'}"
         )
     bits = stored_bits(model)
-    if model is not None and bits and setup.quantization != bits:
+    if bits and setup.quantization != bits:
         return f"{model.model_id} is published in {bits} by bitsandbytes and loads as that: name a 16-bit copy of it"
     return ""

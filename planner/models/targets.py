@@ -48,18 +48,9 @@ def lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
 
 
 def _lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
-    """`lora_linears`, worked out."""
-    if targets == "attention":
-        groups = [
-            (
-                layer,
-                num,
-                tuple(linear for linear in layer.linears if linear.role in ATTENTION_ROLES and not linear.refused),
-            )
-            for layer, num in model.layer_counts
-        ]
-    elif targets == EXPERT_TARGETS:
-        groups = [(layer, num, tuple(_with_experts(layer))) for layer, num in model.layer_counts]
+    if targets in ("attention", EXPERT_TARGETS):
+        experts = targets == EXPERT_TARGETS
+        groups = [(layer, num, tuple(_attention(layer, experts=experts))) for layer, num in model.layer_counts]
     elif isinstance(targets, str) and targets == "all-linear":
         groups = _all_linear(model)
     elif isinstance(targets, str):
@@ -80,15 +71,15 @@ def _lora_linears(model: ModelSpec, targets: Targets) -> Adapted:
     return adapted
 
 
-def _with_experts(layer: LayerSpec) -> Iterator[LinearSpec]:
-    """The layer's attention, and its stacks of experts, whose fused half-and-half matrix counts as one.
+def _attention(layer: LayerSpec, *, experts: bool) -> Iterator[LinearSpec]:
+    """The layer's attention, and with `experts` its stacks, whose fused half-and-half matrix counts as one.
 
     Source: experts4bit-qlora 0.58.1 `lora.py` ExpertsLoRA.
     """
     for linear in layer.linears:
         if linear.role in ATTENTION_ROLES and not linear.refused:
             yield linear
-        elif linear.is_stack:
+        elif experts and linear.is_stack:
             yield replace(linear, role="up") if linear.role == "gate_up" else linear
 
 
@@ -161,7 +152,8 @@ def peft_target_modules(model: ModelSpec, targets: Targets) -> str | list[str]:
     if targets != "attention":
         return targets
     names = attention_target_names(model)
-    if not any(_matches(_module_name(linear), name) for linear in _idle_linears(model) for name in names):
+    idle = [linear for layer, _ in model.idle_layers for linear in layer.linears]
+    if not any(_matches(_module_name(linear), name) for linear in idle for name in names):
         return list(names)
     return target_pattern(model, targets)
 
@@ -227,11 +219,6 @@ def _modules(model: ModelSpec, *, with_head: bool = False) -> Iterator[tuple[Lay
 
 def _outer(linears: tuple[LinearSpec, ...]) -> LayerSpec:
     return LayerSpec(kind="outer", linears=linears, norms=(), attention=None, mlp=None, path="")
-
-
-def _idle_linears(model: ModelSpec) -> Iterator[LinearSpec]:
-    for layer, _ in model.idle_layers:
-        yield from layer.linears
 
 
 def unadaptable(linear: LinearSpec) -> bool:
@@ -317,7 +304,6 @@ def _patterned(model: ModelSpec, pattern: str) -> list[tuple[LayerSpec, int, tup
 
 
 def _places(layer: LayerSpec) -> list[str]:
-    """Where the modules of a layer's first two copies stand."""
     return [f"{layer.path}.{index}." for index in (0, 1)] if layer.kind not in _NO_LIST else [f"{layer.path}."]
 
 

@@ -14,24 +14,23 @@ from planner.memory.engines import engine_of
 from planner.memory.layers import in_common
 from planner.memory.micro_batch import ActivationParts, SharedLayerCosts, shared_layer_costs
 from planner.memory.model import step_profile_of
-from planner.memory.profiles import ProfiledStep, profiled_peaks
+from planner.memory.profiles import ProfiledStep, buckets, reserved_peak
 from planner.memory.rank_part import RankPart, rank_parts
 from planner.memory.rank_part import in_flight as micro_batches_in_flight
 from planner.memory.rollout import generation_terms, resident_vllm
 from planner.memory.states import RankState
 from planner.memory.step import (
-    GAP_FLOOR_BYTES,
     LossMoment,
     Moment,
-    MomentLines,
-    RankMemoryLines,
     allocator_gap_bytes,
     boundary_bytes,
     computing,
     formula_loss_gap_share,
     in_flight_bytes,
+    largest_by_name,
     last_stage_loss,
     step_parts,
+    transient_bytes,
 )
 from planner.memory.workspace import communicator_bytes, cublas_workspace_bytes
 from planner.models.spec import ModelSpec
@@ -78,7 +77,7 @@ def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
 
 
 class _Activations:
-    """A part's activations at micro-batch 1.
+    """A part's activations.
 
     Attributes:
         freed_before_loss_backward: what the loss meets of them (`LossMoment.largest`).
@@ -88,11 +87,21 @@ class _Activations:
         self._layers, self._inner = layers, inner
         self.parts, self._one = layers.computed(inner, 1)
         self.freed_before_loss_backward = self.parts.freed_before_loss_backward, self.parts.reference
+        self._sizes: dict[int, dict[str, int]] = {}
 
     @cached_property
-    def lines(self) -> MomentLines:
-        """Its moments as straight lines."""
-        return MomentLines.through(self._one, self._layers.computed(self._inner, 2)[1])
+    def _lines(self) -> list[tuple[str, int, int]]:
+        """(name of a moment, bytes at micro-batch 1, of each further sequence)."""
+        pairs = zip(self._one, self._layers.computed(self._inner, 2)[1], strict=True)
+        return [(first.name, first.size_bytes, second.size_bytes - first.size_bytes) for first, second in pairs]
+
+    def sizes(self, micro_batch_seqs: int) -> dict[str, int]:
+        """The largest moment of each name, the loss's chain not counted."""
+        sizes, more = self._sizes.get(micro_batch_seqs), micro_batch_seqs - 1
+        if sizes is None:
+            lines = ((name, intercept + more * slope) for name, intercept, slope in self._lines)
+            sizes = self._sizes[micro_batch_seqs] = largest_by_name(lines)
+        return sizes
 
 
 class _Layers:
@@ -228,7 +237,6 @@ class Family:
     def __init__(self, rank: Rank, setup: TrainSetup, kernels: tuple[str, ...]) -> None:
         self._rank, self._setup, self._kernels = rank, setup, kernels
         self._inner = rank.engine.computes(setup)
-        self._lines: dict[tuple[int, ...], RankMemoryLines] = {}  # losses whose states weigh alike share them
 
     @cached_property
     def _activations(self) -> _Activations:
@@ -245,59 +253,64 @@ class Family:
         step = step_profile_of(self._rank.part.model, self._rank.gpu, whole)
         if step is None:
             return self._by_closed_forms(loss, optimizers)
-        return (self._of_rank if whole.parallel in SHARDED else self._profiled)(step, loss, optimizers)
+        return self._by_profile(step, loss, optimizers)
 
-    def _profiled(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
-        stepping: list[dict[bool, tuple[int, int]]] = [{} for _ in optimizers]
-        for accumulated in (False, True):
-            baseline = self._rank.baseline(self._setup, loss, accumulated=accumulated)
-            at_end = baseline.state.moment_bytes["step"]
-            for of_optimizer, (states, more) in zip(stepping, self._rank.stepping(baseline, optimizers), strict=True):
-                of_optimizer[accumulated] = states, more - at_end
-        state, extra_bytes, pairs = baseline.state, self._rank.extra_bytes, self._rank.pairs
-        return lambda index: profiled_peaks(step, state, extra_bytes, pairs[index], stepping)
-
-    def _of_rank(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
-        from planner.memory.ranks import RankMoments, before_step
-
+    def _by_profile(self, step: ProfiledStep, loss: str, optimizers: Sequence[str]) -> AtPair:
+        """As `profiled_breakdown` and `rank_breakdown` have it."""
         rank, setup, of_loss = self._rank, self._setup, formula_loss_gap_share(loss, self._setup.checkpointing)
         holding = [rank.baseline(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
-        rank_moments = [RankMoments(step, held.state, accumulated=place > 0) for place, held in enumerate(holding)]
+        stepping = [rank.stepping(baseline, optimizers) for baseline in holding]
+        if sharded := setup.parallel in SHARDED:
+            from planner.memory.ranks import RankMoments, before_step
+
+            moments = [RankMoments(step, held.state, accumulated=place > 0) for place, held in enumerate(holding)]
 
         def at(index: int) -> list[int]:
             micro, steps = rank.pairs[index]
-            baseline, moments = holding[steps > 1], rank_moments[steps > 1]
-            sizes = moments.at(micro, rank.chain(setup, loss, index, baseline.state)[0])
-            before = before_step(sizes, of_loss, baseline.state.holes_bytes)
-            resident = baseline.state.moment_bytes["resident"] + rank.extra_bytes
-            largest = before.size_bytes + before.gap_bytes
-            at_end = sizes["step"][0].size_bytes - baseline.state.moment_bytes["step"] + GAP_FLOOR_BYTES
-            steps_of = rank.stepping(baseline, optimizers)
-            return [resident + states + max(largest, at_end + stepping) for states, stepping in steps_of]
+            accumulated, state = steps > 1, holding[steps > 1].state
+            if sharded:
+                sizes = moments[accumulated].at(micro, rank.chain(setup, loss, index, state)[0])
+                before = before_step(sizes, of_loss, state.holes_bytes)
+                fixed, at_end = state.moment_bytes["resident"], sizes["step"][0].size_bytes
+            else:
+                before = step.before_step(micro, accumulated=accumulated)
+                fixed = total_bytes(buckets(state))
+                at_end = step.bytes_at(micro, "step", accumulated=accumulated)[0]
+            fixed, at_end = fixed + rank.extra_bytes, at_end - state.moment_bytes["step"]
+            return [
+                fixed + states + reserved_peak(before, at_end + at_step) for states, at_step in stepping[accumulated]
+            ]
 
         return at
 
     def _by_closed_forms(self, loss: str, optimizers: Sequence[str]) -> AtPair:
         rank, setup, (until, reference) = self._rank, self._setup, self._activations.freed_before_loss_backward
-        variants = [self._variant(loss, optimizers, accumulated=accumulated) for accumulated in (False, True)]
+        holding = [rank.baseline(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
+        stepping = [rank.stepping(baseline, optimizers) for baseline in holding]
+        loss_memories = [rank.in_loss(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
         always, last, of_loss = setup.cached_seqs > 0, rank.part.last, formula_loss_gap_share(loss, setup.checkpointing)
 
         def at(index: int) -> list[int]:
             micro, steps = rank.pairs[index]
-            state, lines, stepping, resident, losses = variants[steps > 1 or always]
-            in_loss = 0
+            accumulated = steps > 1 or always
+            state, losses = holding[accumulated].state, loss_memories[accumulated]
+            sizes = self._activations.sizes(micro)
+            engine_bytes, in_loss = state.moment_bytes, 0
+            resident = engine_bytes["resident"] + rank.extra_bytes
             if last:
                 if index not in losses:
                     chain, outputs, others = rank.chain(setup, loss, index, state)
                     losses[index] = LossMoment.of(state, chain, outputs), others, chain.kept_bytes
                 moment, others, kept = losses[index]
                 in_loss, resident = moment.largest(until, reference) + others, resident + kept
-            largest, (alone, layer) = lines.largest(micro, in_loss), lines.transient_bytes(micro, in_loss)
+            largest = max([engine_bytes[name] + size for name, size in sizes.items()])
+            largest = max(largest, engine_bytes["loss"] + sizes["loss"] + in_loss)
+            alone, layer = transient_bytes(sizes, in_loss)
             if not self._plain:
                 more, largest, generated = self._rare_parts(state, index, largest)
                 resident, layer = resident + more, max(layer, generated)
             resident += allocator_gap_bytes(loss=alone, layer=layer, of_loss=of_loss) + state.holes_bytes
-            return [resident + states + max(largest, step) for states, step in stepping]
+            return [resident + states + max(largest, step) for states, step in stepping[accumulated]]
 
         return at
 
@@ -308,32 +321,12 @@ class Family:
         generated = 0
         micro, steps = rank.pairs[index]
         resident = micro * steps * encoder.inputs
-        if rank.in_flight[index]:
-            boundary, in_flight = self._in_flight(state, micro, steps, rank.in_flight[index])
-            resident, largest = resident + boundary, largest + in_flight
+        if flight := rank.in_flight[index]:
+            batched = self._inner.replace_trusted(micro_batch_seqs=micro)
+            resident += boundary_bytes(rank.part, setup, batched, micro_batches=steps, flight=flight)
+            largest += in_flight_bytes(state, setup, self._activations.sizes(micro)["head"], flight, steps)
         largest += (micro - 1) * (micro - 2) * encoder.mask  # beyond its straight line through 1 and 2
         if setup.objective_spec.rolls_out:
             whole = setup.replace_trusted(micro_batch_seqs=micro, accumulation_steps=steps)
             generated = total_bytes(generation_terms(rank.part.model, rank.gpu, whole, state.trained.size_bytes))
         return resident, max(largest, generated), generated
-
-    def _in_flight(self, state: RankState, micro: int, steps: int, flight: int) -> tuple[int, int]:
-        first_bytes, slope = self._activations.lines.saved
-        in_flight = in_flight_bytes(state, self._setup, first_bytes + (micro - 1) * slope, flight, steps)
-        batched = self._inner.replace_trusted(micro_batch_seqs=micro)
-        return boundary_bytes(self._rank.part, self._setup, batched, micro_batches=steps, flight=flight), in_flight
-
-    def _variant(
-        self, loss: str, optimizers: Sequence[str], *, accumulated: bool
-    ) -> tuple[RankState, RankMemoryLines, list[tuple[int, int]], int, dict[int, _LossMemory]]:
-        """(state, lines, per optimizer its `Stepping`, resident bytes, what is known of the loss) with accumulation or
-        without."""
-        rank = self._rank
-        baseline = rank.baseline(self._setup, loss, accumulated=accumulated)
-        state = baseline.state
-        key = tuple(state.moment_bytes.values())
-        if key not in self._lines:
-            self._lines[key] = RankMemoryLines.through(state, self._activations.lines)
-        losses = rank.in_loss(self._setup, loss, accumulated=accumulated)
-        resident = state.moment_bytes["resident"] + rank.extra_bytes
-        return state, self._lines[key], rank.stepping(baseline, optimizers), resident, losses

@@ -16,7 +16,7 @@ from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 
 
-def loaded(name: str) -> ModelSpec:
+def loaded(name: str = "meta-llama/llama-3.1-8b") -> ModelSpec:
     """A model of the catalogue."""
     spec = catalogue.load(name)
     assert spec is not None

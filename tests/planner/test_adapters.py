@@ -13,6 +13,7 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.speed import speed_profile
 from planner.speed.roofline import conditions_of, throughput_profile
+from tests.planner.helpers import loaded
 from tests.planner.launch_sweep import request
 
 
@@ -120,8 +121,7 @@ def test_a_scripts_partial_layers_and_its_own_ia3_targets_are_taken() -> None:
 
 def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:
     """Prompt tokens pass through the layers as the data's do. Measured: PEFT's own runs, docs/accuracy/gathered.md."""
-    model, card = catalogue.load("Qwen/Qwen2.5-1.5B"), find_gpu("l40s")
-    assert model is not None
+    model, card = loaded("Qwen/Qwen2.5-1.5B"), find_gpu("l40s")
     fields = {"lora_rank": 200, "seq_len_tokens": 256, "micro_batch_seqs": 4, "loss": "full", "checkpointing": False}
     prefix, prompt = (setup_from_dict({**fields, "adapter": kind}) for kind in ("prefix", "prompt"))
     assert (prefix.layer_tokens, prompt.layer_tokens) == (256, 456)
@@ -134,7 +134,6 @@ def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:
 
 
 def test_norms_without_weights_cannot_be_tuned() -> None:
-    model = catalogue.load("allenai/OLMo-1B-hf")
-    assert model is not None
+    model = loaded("allenai/OLMo-1B-hf")
     with pytest.raises(SetupError, match="no weights"):
         predict(model, find_gpu("rtx-4090"), a_setup("ln-tuning"))

@@ -41,9 +41,7 @@ WEIGHTS = 576 * 576 * 2 + 576 * 192 * 2 + 576 * 1536 * 3
 
 
 def smol() -> ModelSpec:
-    spec = load("HuggingFaceTB/SmolLM2-135M")
-    assert spec is not None
-    return spec
+    return loaded("HuggingFaceTB/SmolLM2-135M")
 
 
 def speed(conditions: Conditions = CURRENT) -> SpeedModel:
@@ -393,8 +391,7 @@ def test_eager_attention_moves_its_scores(
 
 def test_gpt2_pays_for_its_composed_gelu_and_its_dropouts() -> None:
     """GPT-2 as transformers builds it, beside the same with one kernel and no dropout: 12 layers, 25 dropouts."""
-    model = load("gpt2")
-    assert model is not None
+    model = loaded("gpt2")
     (layer,) = model.layer_kinds
     assert layer.mlp is not None
     dtypes = dtype_policy_of(TrainSetup(method="full", lora_rank=0, precision="bf16-pure"))

@@ -1,15 +1,14 @@
 """Llama 4's class multiplies every token with every expert, by zero where it was not routed."""
 
 from planner.hardware.gpus import find_gpu
-from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.speed.roofline import step_time
 from planner.speed.roofline.counts import inventory
+from tests.planner.helpers import loaded
 
 
 def test_every_expert_multiplies_every_token() -> None:
-    model = catalogue.load("meta-llama/Llama-4-Scout-17B-16E")
-    assert model is not None
+    model = loaded("meta-llama/Llama-4-Scout-17B-16E")
     stacks = [group.linear for group in inventory(model).groups if group.linear.num > 1]
     assert stacks
     assert {(stack.num, stack.num_active) for stack in stacks} == {(16, 16)}

@@ -37,9 +37,7 @@ def points() -> Iterator[tuple[str, str, ModelSpec, str, TrainSetup, int]]:
     models = {entry.model_id.lower(): entry.model_id for entry in catalogue.entries()}
 
     def load(name: object) -> ModelSpec:
-        spec = catalogue.load(models[str(name).lower()])
-        assert spec is not None
-        return spec
+        return loaded(models[str(name).lower()])
 
     for row in frozen():
         setup = setup_from_dict(row["setup"])

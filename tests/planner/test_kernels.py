@@ -183,8 +183,7 @@ def test_no_launch_file_names_an_attention_that_cannot_train_the_model(target: s
 @pytest.mark.parametrize(("card", "suggested"), [("t4", True), ("apple-m2-ultra", False)])
 def test_a_card_without_a_kernel_for_grouped_queries_is_told_what_packing_brings(card: str, suggested: bool) -> None:
     """Llama-3.1-8B QLoRA by Axolotl on a T4: 478 tokens/s, of packed rows 638 (`python -m benchmarks.rivals`)."""
-    model, gpu = catalogue.load("meta-llama/Llama-3.1-8B"), find_gpu(card)
-    assert model is not None
+    model, gpu = loaded("meta-llama/Llama-3.1-8B"), find_gpu(card)
     notes = predict(model, gpu, TrainSetup(precision="fp16-autocast")).notes
     fallback = next(note for note in notes if "math kernel" in note)
     assert ("--packing" in fallback) == suggested

@@ -20,6 +20,7 @@ from planner.planning.evidence.bands import (
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict
+from tests.planner.helpers import loaded
 
 RECORDED = Path(__file__).parents[2] / "benchmarks/data/spread_dry_runs.jsonl"
 
@@ -42,8 +43,7 @@ def test_band_widens_where_the_comparison_does() -> None:
 
 
 def test_a_stranger_whose_layers_are_no_softmax_has_the_widest_band() -> None:
-    llama = catalogue.load("meta-llama/Llama-3.1-8B")
-    assert llama is not None
+    llama = loaded("meta-llama/Llama-3.1-8B")
     layer = llama.layer_kinds[0]
     assert layer.attention is not None
     scan = replace(layer, attention=replace(layer.attention, kind="linear"))
@@ -55,8 +55,7 @@ def test_a_stranger_whose_layers_are_no_softmax_has_the_widest_band() -> None:
 def test_the_text_of_llama_4_keeps_what_the_whole_model_keeps() -> None:
     """Every expert sees every token, under either name of the type: without checkpointing the formula of llama4_text
     was 48 % below its dry run (benchmarks/any_model.py, November 2026), now 0.4 %."""
-    model = catalogue.load("meta-llama/llama-4-scout-17b-16e")
-    assert model is not None
+    model = loaded("meta-llama/llama-4-scout-17b-16e")
     setup, gpu = TrainSetup(seq_len_tokens=512, micro_batch_seqs=4), find_gpu("h100-sxm")
     peaks = [
         predict(replace(model, model_type=name), gpu, setup).peak_allocated_bytes for name in ("llama4", "llama4_text")
@@ -65,8 +64,7 @@ def test_the_text_of_llama_4_keeps_what_the_whole_model_keeps() -> None:
 
 
 def test_several_gpus_widen_the_band_by_what_followed_their_engine() -> None:
-    llama = catalogue.load("meta-llama/llama-3.1-8b")
-    assert llama is not None
+    llama = loaded("meta-llama/llama-3.1-8b")
     for parallel, more in (*LAYOUT_BANDS.items(), ("zero3", LAYOUT_BAND)):
         setup = TrainSetup(num_gpus=8, parallel=parallel)
         assert memory_band(llama, setup) == USUAL_BAND + more

@@ -10,7 +10,6 @@ from planner.memory.model import predict_memory
 from planner.memory.states import backward_gradients, halves_stay_apart
 from planner.memory.step import computing, loss_parts
 from planner.memory.trained import trained_parameters
-from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from tests.planner.helpers import loaded
 
@@ -117,10 +116,6 @@ def test_an_encoder_decoders_backward_begins_with_all_its_activations() -> None:
     breakdown = predict_memory(model, A100, setup)
     resident = sum(term.size_bytes for term in breakdown.terms if "step" in term.phases and "backward" in term.phases)
     assert breakdown.phase_bytes["backward"] >= stored_bytes + resident
-
-
-def neo_layers(model: ModelSpec) -> int:
-    return sum(layer.num_params * num for layer, num in model.layer_counts)
 
 
 def test_the_waiting_half_is_the_tied_tables_not_the_largest_ones() -> None:

@@ -15,7 +15,6 @@ from planner.memory.rank_part import rank_parts
 from planner.memory.step import computing, fixed_segments_gap_bytes, loss_parts
 from planner.memory.trained import trained_parameters
 from planner.memory.workspace import context_bytes, cublas_workspace_bytes, dequantized_bytes
-from planner.models import catalogue
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from tests.planner.helpers import loaded, loss_chain
@@ -197,8 +196,7 @@ def test_fixed_segments_leave_more_holes_by_hand() -> None:
 def test_modules_to_save_by_hand() -> None:
     """Qwen2.5-0.5B's tied table of 151,936 x 896 as two trained bf16 copies: 2 + 2 bytes of weights and gradients, and
     2 + 2 of AdamW's two states; under TRL's cast of a quantized base, and beside fp32 adapters, the same."""
-    model = catalogue.load("Qwen/Qwen2.5-0.5B")
-    assert model is not None
+    model = loaded("Qwen/Qwen2.5-0.5B")
     table = 151_936 * 896
     plain = TrainSetup(seq_len_tokens=128)
     saved = plain.replace(modules_to_save=("embed_tokens", "lm_head"))

@@ -19,7 +19,7 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
 from planner.speed.roofline import CURRENT, throughput_profile
 from tests.planner import textbook
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import loaded, plan_request
 
 GB = 10**9
 ROUNDED = 0.02  # the sources give two digits
@@ -81,8 +81,7 @@ USUAL = {
 
 def predicted(model: str, gpu: str, **fields: object) -> Prediction:
     """A LoRA setup of the page, but for the fields named."""
-    spec = catalogue.load(model)
-    assert spec is not None
+    spec = loaded(model)
     setup = TrainSetup(**{**USUAL, **fields})  # type: ignore[arg-type]
     return predict(spec, find_gpu(gpu), setup)
 
@@ -131,8 +130,7 @@ def test_what_lora_and_fsdp_save_of_an_8b() -> None:
         for parallel in ("ddp", "fsdp2")
     )
     assert ddp.peak_device_bytes / fsdp.peak_device_bytes == pytest.approx(7.7, rel=ROUNDED)
-    spec = catalogue.load("meta-llama/Llama-3.1-8B")
-    assert spec is not None
+    spec = loaded("meta-llama/Llama-3.1-8B")
     assert spec.num_params / num_lora_params(spec, ("q_proj", "v_proj"), 4) == pytest.approx(4713, rel=ROUNDED)
     assert spec.num_params / num_lora_params(spec, "all-linear", 16) == pytest.approx(191, rel=ROUNDED)
 
@@ -282,8 +280,7 @@ def test_t_few_trains_540_thousand_parameters_of_t0_3b() -> None:
 
 def test_how_many_adapters_lie_beside_a_base() -> None:
     """S-LoRA's case: rank 8 on the attention of Llama-2-7B in 16 bits."""
-    model = catalogue.load("meta-llama/Llama-2-7b-hf")
-    assert model is not None
+    model = loaded("meta-llama/Llama-2-7b-hf")
     adapter_bytes = 2 * trained_parameters(model, TrainSetup(lora_targets="attention", lora_rank=8)).num
     assert adapter_bytes == 16 * 1024**2
     free_bytes = find_gpu("a100-80gb").memory_bytes - 2 * model.num_params

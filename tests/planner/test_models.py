@@ -51,8 +51,7 @@ def test_names_are_unique() -> None:
 
 def test_load_keeps_the_name_of_the_alias() -> None:
     """A launch file must load the weights that were asked for."""
-    spec = catalogue.load("deepseek-ai/deepseek-coder-v2-lite-instruct")
-    assert spec is not None
+    spec = loaded("deepseek-ai/deepseek-coder-v2-lite-instruct")
     assert spec.model_id == "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct"
     assert "same configuration as deepseek-ai/DeepSeek-V2-Lite" in spec.config_source
 
@@ -63,8 +62,7 @@ def test_load_gives_none_for_what_is_no_name(name: str) -> None:
 
 
 def test_load_matches_the_id_exactly_by_its_last_part() -> None:
-    spec = catalogue.load("llama-3.1-8b")
-    assert spec is not None
+    spec = loaded("llama-3.1-8b")
     assert spec.model_id == "meta-llama/Llama-3.1-8B"
 
 

@@ -11,7 +11,6 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import missing_kernels
 from planner.memory.micro_batch import activation_parts
 from planner.memory.states import weight_bytes
-from planner.models import catalogue
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.predict import predict
@@ -158,8 +157,7 @@ def test_stacked_experts_multiply_in_the_type_of_their_weights() -> None:
     assert slow.parts_s["matmul"] > 3 * fast.parts_s["matmul"]
     assert any("multiply in fp32" in note for note in slow.notes)
     assert not any("multiply in fp32" in note for note in fast.notes)
-    dense = catalogue.load("Qwen/Qwen3-8B")
-    assert dense is not None
+    dense = loaded("Qwen/Qwen3-8B")
     noted = throughput_profile(dense, card, mixed, conditions=CURRENT).step_time(mixed).notes
     assert not any("multiply in fp32" in note for note in noted)
 

@@ -10,13 +10,12 @@ from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import memory_of
 from planner.memory.workload import Workload
-from planner.models import catalogue
 from planner.planning.decision.layouts import STAGES, layouts
 from planner.planning.groups import WalkCache
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import loaded, plan_request
 
 ROUNDING = 1e-6
 """Whole bytes in the walk's straight lines; every candidate for the peak is extended by itself, so nothing else."""
@@ -33,8 +32,7 @@ ROUNDING = 1e-6
     ],
 )
 def test_walk_peak_is_that_of_the_setup_alone(name: str, gpu: str) -> None:
-    model, card = catalogue.load(name), find_gpu(gpu)
-    assert model is not None
+    model, card = loaded(name), find_gpu(gpu)
     workload = Workload(
         model=model,
         gpu=card,

@@ -9,7 +9,6 @@ import pytest
 
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.memory import profiles as profile_store
-from planner.memory.engines import engine_of
 from planner.memory.profiles import (
     LOSS_BEGINS,
     MONOMIALS,
@@ -18,12 +17,10 @@ from planner.memory.profiles import (
     ProfileMoment,
     StepProfile,
     config_digest,
-    profiled_peaks,
+    reserved_peak,
     save_profiles,
 )
-from planner.memory.rank_part import rank_parts
 from planner.memory.step import GAP_FLOOR_BYTES
-from planner.memory.workspace import cublas_workspace_bytes
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.adapters import ADAPTERS
@@ -236,20 +233,16 @@ def test_the_longest_length_that_was_run_is_one_of_them(tokens: int, complete: b
 
 @pytest.mark.parametrize("loss", [20 * MIB, 200 * MIB])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
-@pytest.mark.parametrize(("states", "temporaries"), [(3 * MIB, 50 * MIB), (50 * MIB, 3 * MIB)])
-def test_the_step_is_the_peak_where_its_temporaries_make_it_one(
-    accumulation: int, states: int, temporaries: int, loss: int
-) -> None:
+@pytest.mark.parametrize("temporaries", [50 * MIB, 3 * MIB])
+def test_the_step_is_the_peak_where_its_temporaries_make_it_one(accumulation: int, temporaries: int, loss: int) -> None:
     """What the optimizer keeps lies beside every moment, what it makes beside the step alone."""
     step = ProfiledStep(
         profile(*((phase, False, loss if phase == "loss" else 8 * MIB) for phase in PHASES)), model(), SETUP
     )
-    gpu = find_gpu("a100-80gb")
-    kinds = {accumulation > 1: (states, temporaries), accumulation <= 1: (1 << 40, 1 << 40)}
-    state = engine_of(SETUP).state(rank_parts(model(), SETUP)[0], SETUP, accumulated=accumulation > 1)
-    (peak_bytes,) = profiled_peaks(step, state, cublas_workspace_bytes(gpu), (2, accumulation), [kinds])
+    accumulated = accumulation > 1
+    at_end = step.bytes_at(2, "step", accumulated=accumulated)[0] + temporaries
     highest = max(loss + int(0.18 * (loss - 8 * MIB)), 8 * MIB + temporaries) + GAP_FLOOR_BYTES
-    assert peak_bytes == cublas_workspace_bytes(gpu) + states + highest
+    assert reserved_peak(step.before_step(2, accumulated=accumulated), at_end) == highest
 
 
 @pytest.mark.parametrize(("gpu", "profiled"), [("a100-80gb", True), ("rtx-4090", True), ("Apple", False)])

@@ -39,16 +39,11 @@ from planner.planning.predict import predict
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
 from planner.setup.outcome import Fidelity
+from tests.planner.helpers import loaded
 
 GPU = find_gpu("a100-80gb")
 NAME = "Qwen/Qwen2.5-0.5B"
 MIB = 1 << 20
-
-
-def _model() -> ModelSpec:
-    spec = catalogue.load(NAME)
-    assert spec is not None
-    return spec
 
 
 def _profile() -> StepProfile:
@@ -74,7 +69,7 @@ def _profile() -> StepProfile:
 
 def test_a_moment_is_the_sum_of_its_groups_at_any_size() -> None:
     setup = TrainSetup(seq_len_tokens=1000, lora_rank=8, loss="full")
-    step = ProfiledStep(_profile(), _model(), setup)
+    step = ProfiledStep(_profile(), loaded(NAME), setup)
     activation_bytes, samples = 3 * 1000 * (1024 + 80), 3 * 1000 * 24
     load, forward, loss = step.bytes_at(3, "load", "forward", "loss", accumulated=False)
     assert load == 100 * MIB + samples
@@ -95,7 +90,7 @@ def test_a_moment_is_the_sum_of_its_groups_at_any_size() -> None:
 
 
 def test_the_allocators_gap_is_of_what_comes_and_goes_within_a_phase() -> None:
-    step = ProfiledStep(_profile(), _model(), TrainSetup(seq_len_tokens=1000, lora_rank=8, loss="full"))
+    step = ProfiledStep(_profile(), loaded(NAME), TrainSetup(seq_len_tokens=1000, lora_rank=8, loss="full"))
     largest, gap = step.before_step(3, accumulated=False)
     assert largest == max(step.bytes_at(3, "forward", "loss", "backward", accumulated=False))
     assert gap == allocator_gap_bytes(loss=2048 * 3000, layer=5 * MIB)
@@ -125,13 +120,13 @@ def test_profiles_are_read_as_they_were_written_and_damaged_ones_are_none(tmp_pa
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj")])
 def test_a_key_says_its_spacing_at_one_place_whatever_its_other_values(targets: Any) -> None:
     setup = TrainSetup(lora_targets=targets, checkpointing=4)
-    key = structure_key(_model(), GPU, setup)
-    assert respaced(key, 1) == structure_key(_model(), GPU, setup.replace(checkpointing=1))
+    key = structure_key(loaded(NAME), GPU, setup)
+    assert respaced(key, 1) == structure_key(loaded(NAME), GPU, setup.replace(checkpointing=1))
 
 
 def test_profiles_of_other_versions_are_not_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a cache, or a team's, holds: any other version of any library that a step executes."""
-    model, here = _model(), profile_store.library_versions()
+    model, here = loaded(NAME), profile_store.library_versions()
     monkeypatch.setattr(profile_store, "user_directory", lambda: tmp_path)
     digest, profile = config_digest(model.config), {"own": _profile()}
     for name in here:
@@ -147,8 +142,8 @@ def test_profiles_of_other_versions_are_not_this_machines(tmp_path: Path, monkey
 def test_a_structures_profile_is_any_sizes_and_depths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model whose sizes share no factor: three weights a layer and one beside them, 2 features a token each layer
     that is not checkpointed; the samples beyond a window that is not the run's are not known."""
-    like = replace(_model(), config=dict(_model().config))
-    ran, spec = sizes_of(like), _model()
+    like = replace(loaded(NAME), config=dict(loaded(NAME).config))
+    ran, spec = sizes_of(like), loaded(NAME)
     monkeypatch.setattr(profile_store, "SHIPPED", tmp_path)
     layers, setup = spec.num_layers, TrainSetup(checkpointing=7, kernels="liger", seq_len_tokens=1000, loss="full")
     terms = {
@@ -182,7 +177,7 @@ def test_a_structures_profile_is_any_sizes_and_depths(tmp_path: Path, monkeypatc
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """One structure of one model has a profile: LoRA under autocast, every layer checkpointed, TRL's loss."""
-    model, setup = _model(), TrainSetup(loss="chunked", kernels="liger")
+    model, setup = loaded(NAME), TrainSetup(loss="chunked", kernels="liger")
     save_profiles(
         tmp_path / f"{config_digest(model.config)}.json.gz", {structure_key(model, GPU, setup): _profile()}, {}
     )

@@ -10,9 +10,7 @@ from functools import lru_cache
 from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.gather import Groups, padded
-from planner.memory.layer_terms import replicas
 from planner.memory.states import COMPUTE, Allocation, weight_allocation
-from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
@@ -32,10 +30,6 @@ class ExpertShare:
     largest: int
     gathered: int
     replicas: int
-
-    def added_to(self, local: Trained) -> Trained:
-        """What the rank's optimizer updates, its share of all the rest being `local`."""
-        return replace(local, num=local.num + self.stored, largest=max(local.largest, self.largest))
 
 
 @lru_cache(maxsize=256)
@@ -59,14 +53,10 @@ def without_experts(model: ModelSpec) -> ModelSpec:
     return replace(model, layer_kinds=kinds)
 
 
-def share_of(model: ModelSpec, setup: TrainSetup) -> ExpertShare:
-    """A rank's share of the experts; `model` is its part (`planner.memory.rank_part.expert_shard`)."""
-    return _share_of(model, replicas(setup))
-
-
 @lru_cache(maxsize=256)
-def _share_of(model: ModelSpec, ranks: int) -> ExpertShare:
-    """FSDP2 cuts a stack along its experts, padded to a multiple of the ranks."""
+def share_of(model: ModelSpec, ranks: int) -> ExpertShare:
+    """A rank's share of a part's experts (`planner.memory.rank_part.expert_shard`), of so many ranks: FSDP2 cuts
+    a stack along its experts, padded to a multiple of the ranks."""
     layers: list[tuple[int, int, int]] = []
     stored = 0
     for layer, num in model.layer_counts:
@@ -109,11 +99,3 @@ def gathered_with_experts(
         weight_allocation(buffer, max(groups.layer, dense_first), "last"),
         weight_allocation("gathered root group", groups.root, *COMPUTE, "end"),
     ]
-
-
-def at_the_loss(
-    model: ModelSpec, groups: Groups, around: int, share: ExpertShare, inner: TrainSetup, *, whole: bool
-) -> tuple[int, int]:
-    """(bytes of buffers beside the loss's forward, beside its backward); `whole`: the loss makes whole logits."""
-    left = SIZE_BYTES[inner.weight_dtype] * share.gathered if share.replicas > 1 else 0
-    return left if model.tied else groups.tail, 0 if whole else around

@@ -1,20 +1,19 @@
 """FSDP2 as Accelerate sets it up: what a rank holds."""
 
+from dataclasses import replace
 from typing import final
 
-from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.base import Engine
 from planner.memory.engines.expert_parallel import (
-    at_the_loss,
     gathered_with_experts,
     moe_layers_without_experts,
     share_of,
     without_experts,
 )
 from planner.memory.engines.gather import Groups, gathered_groups, scales_bytes
-from planner.memory.engines.reference import reference_bytes
 from planner.memory.engines.splits import gathered_head
+from planner.memory.layer_terms import replicas
 from planner.memory.rank_part import RankPart
 from planner.memory.states import (
     COMPUTE,
@@ -26,6 +25,7 @@ from planner.memory.states import (
     halves_stay_apart,
     part_trained,
     rank_state,
+    state_bytes,
     weight_allocation,
     weight_bytes,
 )
@@ -73,12 +73,20 @@ class Fsdp2(Engine):
         allocations.append(weight_allocation("quantization states", scales_bytes(model, setup)))
         loss_forward = loss_backward = reference_forward = arriving = 0
         if setup.pipeline_degree > 1:
-            allocations += _in_schedule(groups, setup, trained, local)
+            # from its first backward to the step's end PyTorch's schedules keep every group gathered and reduce no
+            # gradient, which add up in fp32, the type of their reduction (PyTorch 2.13 `pipelining/stage.py`
+            # backward_maybe_with_nosync, perform_reduce_grad; torchtitan 0.2.2 `apply_fsdp`, reduce_dtype fp32)
+            alive = (*COMPUTE, "end")
+            allocations += [
+                weight_allocation("gathered weights", groups.whole, *alive),
+                gradient_allocation("unsharded gradients", SIZE_BYTES["fp32"] * trained.num, *alive),
+                gradient_allocation(f"gradients / {shards}", local.size_bytes, "step"),
+            ]
         else:
             allocations += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
             loss_forward, loss_backward = _at_the_loss(model, setup, groups)
             if setup.asks_reference:
-                reference_forward, arriving = reference_bytes(setup, groups, local, accumulated=accumulated)
+                reference_forward, arriving = _reference_bytes(setup, groups, local, accumulated=accumulated)
         return rank_state(
             part,
             inner,
@@ -98,18 +106,18 @@ class Fsdp2(Engine):
         """The state where experts are dealt out: the rest of the model sharded over all ranks, they in their own
         groups."""
         inner, rest = self.computes(setup), without_experts(part.model)
-        share, groups = share_of(part.model, setup), gathered_groups(rest, inner, setup.shards)
+        share, groups = share_of(part.model, replicas(setup)), gathered_groups(rest, inner, setup.shards)
         around = gathered_groups(moe_layers_without_experts(part.model), inner, setup.shards).layer
         trained, dtype = part_trained(rest, inner), sharded_dtype(setup)
         outer = _shard(trained, groups, setup.shards, dtype)
-        local, element_bytes = share.added_to(outer), SIZE_BYTES[dtype]
-        allocations = [weight_allocation(f"weights / {setup.shards}", element_bytes * local.num)]
+        local = replace(outer, num=outer.num + share.stored, largest=max(outer.largest, share.largest))
+        allocations = [weight_allocation(f"weights / {setup.shards}", SIZE_BYTES[dtype] * local.num)]
         allocations += gathered_with_experts(rest, groups, around, share, inner)
         if rest.tied:  # transformers wraps both ends of the tie
             allocations.append(weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE))
         allocations += _reducing(rest, groups, trained, local, setup, halves=2, keep=False, accumulated=accumulated)
         allocations += _sharded_gradients(groups, local, setup.shards, accumulated, expert_elements=share.layer)
-        forward, backward = at_the_loss(rest, groups, around, share, inner, whole=LOSSES[setup.loss].whole_logits)
+        left = SIZE_BYTES[inner.weight_dtype] * share.gathered if share.replicas > 1 else 0
         return rank_state(
             part,
             inner,
@@ -117,8 +125,8 @@ class Fsdp2(Engine):
             trained=trained,
             local=local,
             stepped=max(outer.num, share.stored),  # the Trainer makes a group of parameters for every mesh
-            loss_forward_bytes=forward,
-            loss_backward_bytes=backward,
+            loss_forward_bytes=left if rest.tied else groups.tail,
+            loss_backward_bytes=0 if LOSSES[setup.loss].whole_logits else around,
         )
 
     def casts_to_half(self, setup: TrainSetup) -> bool:
@@ -175,7 +183,6 @@ def _block_by_block(
     local: Trained,
     accumulated: bool,
 ) -> list[Allocation]:
-    """What a step without pipeline stages gathers and reduces."""
     # of a tied table's gradient, before they are one
     halves = 2 + int(halves_stay_apart(model, inner))
     keep = not setup.reshard_after_forward
@@ -184,11 +191,16 @@ def _block_by_block(
         allocations.append(weight_allocation("reference model, gathered", groups.whole))
     allocations += gathered_head(model, setup, inner.weight_dtype)
     if model.tied and setup.sharded_at_loading:  # transformers wraps both ends of the tie
-        tied_table = weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE)
-        allocations.append(tied_table)
+        allocations.append(weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE))
     allocations += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
     if accumulated and setup.sharded_at_loading:
-        allocations.append(_waiting_gradients(model, setup, trained))
+        # whole gradients wait for the last micro-batch, in the type of their reduction (transformers 5.23
+        # `Trainer._defer_fsdp_gradient_reduction`; PyTorch 2.13 `FSDPParam.to_accumulated_grad_if_needed`); a
+        # vocabulary-split table's is whole, a tied head's is another, as each has a group of its own
+        size = SIZE_BYTES["fp32" if setup.autocast_dtype is not None else trained.dtype]
+        whole = (setup.tensor_degree - (not model.tied)) * model.num_embedding_params
+        waiting = size * (trained.num + whole)
+        allocations.append(gradient_allocation("unsharded gradients", waiting, *COMPUTE, "end", "step"))
     elif setup.offload != "parameters":
         allocations += _sharded_gradients(groups, local, setup.shards, accumulated)
     return allocations
@@ -213,22 +225,25 @@ def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[i
     return forward, backward
 
 
-def _in_schedule(groups: Groups, setup: TrainSetup, trained: Trained, local: Trained) -> list[Allocation]:
-    """A pipeline stage's gathered weights and whole gradients: from its first backward to the step's end PyTorch's
-    schedules keep every group gathered and reduce no gradient, which add up in fp32, the type of their reduction.
+def _reference_bytes(setup: TrainSetup, groups: Groups, local: Trained, *, accumulated: bool) -> tuple[int, int]:
+    """(gathered weights and buffers while a reference's layers run, beyond what is held at the loss; what more of them
+    is there before a layer runs): of the policy what stays gathered, and where its adapters are off a block with its
+    buffer, before that two blocks, the embedding or a wide root; of a copy all of it, and the buffer that it came in,
+    which lives as long as its forward does: TRL makes one group of it. Kept gathered it is resident.
 
-    Source: PyTorch 2.13 `distributed/pipelining/stage.py` (backward_maybe_with_nosync, perform_reduce_grad), FSDPParam.
-    to_accumulated_grad_if_needed; torchtitan 0.2.2 `apply_fsdp` (reduce_dtype fp32).
+    Source: trl 1.16 `models/utils.py` prepare_fsdp; PyTorch 2.13 `FSDPState._post_forward` (all_gather_state).
     """
-    whole = groups.whole
-    reduced = SIZE_BYTES["fp32"] * trained.num
-    alive = (*COMPUTE, "end")
-    name = f"gradients / {setup.shards}"
-    return [
-        weight_allocation("gathered weights", whole, *alive),
-        gradient_allocation("unsharded gradients", reduced, *alive),
-        gradient_allocation(name, local.size_bytes, "step"),
-    ]
+    if setup.copies_reference:
+        whole = groups.whole
+        if setup.reshard_after_forward:
+            return 2 * whole, 0
+        # its buffer is there once, before the first gradients and the optimizer's states
+        later = state_bytes(local.num, local.dtype, setup.optimizer, matrix_edge_sum=local.edge_sum)
+        later += local.size_bytes if accumulated else 0
+        return max(0, whole - later), 0
+    if not setup.reshard_after_forward:
+        return 0, 0
+    return 2 * groups.layer, max(groups.layer, 2 * (groups.embedding - groups.layer), groups.wide_root)
 
 
 def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool) -> list[Allocation]:
@@ -248,9 +263,12 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool)
     ahead = 0 if keep else groups.layer
     unsharded = groups.layers + groups.embedding if keep else 0
     name, buffer = "gathered weights", "all-gather buffer"
+    # a table that stays gathered is there beside the block, with the buffers of both
+    start = groups.embedding + max(groups.embedding, 2 * groups.layer)
+    start = 2 * (max(groups.embedding, tied) + groups.layer) if model.tied or keep else start
     arriving = max(2 * groups.layer + max(unsharded, groups.layer), unsharded + groups.layer + 2 * arriving_tail)
     return [
-        weight_allocation(name, _at_the_start(model, groups, keep=keep), "start"),
+        weight_allocation(name, start, "start"),
         weight_allocation(name, tied + arriving, "gather"),
         weight_allocation(name, tied + max(unsharded, groups.layer), "forward"),
         weight_allocation(buffer, groups.layer, "forward"),
@@ -263,28 +281,6 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool)
         weight_allocation("gathered root group", groups.root, *COMPUTE, "end"),
         weight_allocation(buffer, groups.wide_root, "start"),
     ]
-
-
-def _at_the_start(model: ModelSpec, groups: Groups, *, keep: bool) -> int:
-    """Gathered weights and their buffers when the embedding or the first block arrives: a table that stays gathered is
-    there beside the block, with the buffers of both."""
-    if model.tied or keep:
-        return 2 * (max(groups.embedding, groups.tail * model.tied) + groups.layer)
-    return groups.embedding + max(groups.embedding, 2 * groups.layer)
-
-
-def _waiting_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Allocation:
-    """Whole gradients that wait for the last micro-batch, in the type of their reduction: beside tensor parallelism the
-    Trainer defers FSDP2's reduction and the launch files ask for nothing else. A vocabulary-split table's gradient is
-    whole; a tied head's is another, as each has a group of its own.
-
-    Source: transformers 5.23 `Trainer._defer_fsdp_gradient_reduction`, `_get_fsdp_policy_kwargs` (reduced in fp32);
-    PyTorch 2.13 `FSDPParam.to_accumulated_grad_if_needed`.
-    """
-    size = SIZE_BYTES["fp32" if setup.autocast_dtype is not None else trained.dtype]
-    alive = (*COMPUTE, "end", "step")
-    whole = (setup.tensor_degree - (not model.tied)) * model.num_embedding_params
-    return gradient_allocation("unsharded gradients", size * (trained.num + whole), *alive)
 
 
 def _sharded_gradients(
@@ -306,66 +302,6 @@ def _sharded_gradients(
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Reduction:
-    """Gradients on their way through the reduce-scatter.
-
-    Attributes:
-        size: bytes of one unsharded gradient, `wide` of one on the way, `cast` of one where the shard is cast again,
-            `own` of one of this rank's.
-        keep: whether blocks stay gathered; accumulated: whether earlier micro-batches left gradients.
-    """
-
-    groups: Groups
-    shards: int
-    size: int
-    wide: int
-    cast: int
-    local_size: int
-    tied: bool
-    keep: bool
-    accumulated: bool
-
-    def bytes_of(self, elements: int, *, new: bool) -> int:
-        """Gradients, the reduce-scatter's input, its output, and where it is not counted as a gradient yet its cast."""
-        out = self.wide + (self.cast if new else 0)
-        return (self.size + self.wide) * elements + out * elements // self.shards
-
-    def to_come(self, elements: int) -> int:
-        """Of this rank's gradients, those that are not there yet."""
-        return 0 if self.accumulated else self.local_size * elements // self.shards
-
-    @property
-    def table(self) -> int:
-        """Trained elements of the input embedding, or of the tail that it is tied to."""
-        return self.groups.tail_trained if self.tied else self.groups.embedding_trained
-
-    @property
-    def waiting(self) -> int:
-        """A tied head's half, which waits for the table's own."""
-        return self.groups.tail_trained * self.size if self.tied else 0
-
-    def head(self) -> int:
-        """While the head's are reduced."""
-        peak = self.bytes_of(self.groups.layer_trained, new=True) - (self.groups.layer if self.keep else 0)
-        return peak + self.waiting if self.tied else max(peak, self.bytes_of(self.groups.tail_trained, new=True))
-
-    def end(self, halves: int) -> int:
-        """While the last are reduced."""
-        groups, tail = self.groups, self.groups.tail_trained * self.size
-        before, coming = groups.layer_trained * self.size, self.to_come(self.table)
-        last = self.bytes_of(groups.layer_trained, new=self.accumulated)
-        peak = last + max(groups.embedding, self.waiting) - coming
-        if self.tied:
-            peak = max(peak, groups.tail + halves * tail + before - coming)
-        else:
-            peak = max(peak, groups.embedding + self.size * self.table + before - coming)
-        counted = 0 if self.cast else coming  # what is reduced is this rank's gradient
-        peak = max(peak, self.bytes_of(self.table, new=self.accumulated) - counted)
-        # a frozen embedding comes back where adapters under checkpointing make its output ask for a gradient
-        return peak if self.table else max(peak, 2 * groups.embedding + before)
-
-
 def _reducing(
     model: ModelSpec,
     groups: Groups,
@@ -377,7 +313,7 @@ def _reducing(
     keep: bool,
     accumulated: bool,
 ) -> list[Allocation]:
-    """Unsharded gradients on their way, and the reduce-scatter's buffers.
+    """Unsharded gradients on their way, and the reduce-scatter's buffers; `keep`: blocks stay gathered.
 
     A group's gradients are copied into the reduce-scatter's input, reduced into a shard of the same type and cast to
     the sharded type; the input lives until the next group's is made. At the peak of a block's backward only its last
@@ -391,27 +327,43 @@ def _reducing(
     in_fp32 = setup.sharded_at_loading and setup.autocast_dtype is not None  # transformers' own policy
     wide = SIZE_BYTES["fp32"] if in_fp32 else size
     cast = local_size if local_size != wide else 0
-    way = _Reduction(
-        groups=groups, shards=shards, size=size, wide=wide, cast=cast, local_size=local_size, tied=model.tied,
-        keep=keep, accumulated=accumulated,
-    )  # fmt: skip
+    layer, tail = size * groups.layer_trained, size * groups.tail_trained
+    table, waiting = (groups.tail_trained, tail) if model.tied else (groups.embedding_trained, 0)
+
+    def bytes_of(elements: int, *, new: bool = accumulated) -> int:
+        """Gradients, the reduce-scatter's input, its output, and where it is not counted as a gradient yet its cast."""
+        return (size + wide) * elements + (wide + cast * new) * elements // shards
+
+    def to_come(elements: int) -> int:
+        """Of this rank's gradients, those that are not there yet."""
+        return 0 if accumulated else local_size * elements // shards
+
+    head = bytes_of(groups.layer_trained, new=True) - (groups.layer if keep else 0)
+    head = head + waiting if model.tied else max(head, bytes_of(groups.tail_trained, new=True))
+    coming = to_come(table)
+    end = max(
+        bytes_of(groups.layer_trained) + max(groups.embedding, waiting) - coming,
+        (groups.tail + halves * tail if model.tied else groups.embedding + size * table) + layer - coming,
+        bytes_of(table) - (0 if cast else coming),  # without a cast what is reduced is this rank's gradient
+        # a frozen embedding comes back where adapters under checkpointing make its output ask for a gradient
+        0 if table else 2 * groups.embedding + layer,
+    )
     # from the gradients that are counted, as those of earlier micro-batches are, or not on the device
     apart = cast or accumulated or setup.offload == "parameters"
     own_share = local.num if setup.expert_degree > 1 else trained.num // shards
     reduced = wide * own_share if apart and setup.shards < setup.data_degree else 0
     root_head = min(groups.root_trained, model.num_head_params or model.num_embedding_params)
-    # of a wide root, which is gathered no more when its gradients are copied
-    of_root = way.bytes_of(groups.root_trained, new=accumulated) - groups.wide_root - way.to_come(groups.root_trained)
-    of_root = max(of_root, size * (groups.root_trained + (halves - 1) * model.tied * root_head + groups.layer_trained))
-    of_root = of_root if groups.root_trained else 0
-    buffer, gradient = "reduce-scatter buffer", size * min(groups.matrix, groups.layer_trained)
+    if groups.root_trained:  # a wide root, which is gathered no more when its gradients are copied
+        of_root = bytes_of(groups.root_trained) - groups.wide_root - to_come(groups.root_trained)
+        end = max(end, of_root, size * (groups.root_trained + (halves - 1) * model.tied * root_head) + layer)
+    buffer = "reduce-scatter buffer"
     return [
-        gradient_allocation("gradients being reduced", max(0, way.head()), "head"),
-        gradient_allocation(ONE_GRADIENT, gradient, "first", "turn", "last"),
-        gradient_allocation(buffer, groups.tail_trained * size, "first"),
-        gradient_allocation(buffer, groups.layer_trained * size + way.waiting, "turn", "last"),
+        gradient_allocation("gradients being reduced", max(0, head), "head"),
+        gradient_allocation(ONE_GRADIENT, min(size * groups.matrix, layer), "first", "turn", "last"),
+        gradient_allocation(buffer, tail, "first"),
+        gradient_allocation(buffer, layer + waiting, "turn", "last"),
         gradient_allocation("unsharded gradient of the head", size * root_head, "first", "turn", "last"),
-        gradient_allocation("last gradients being reduced", max(way.end(halves), of_root), "end"),
+        gradient_allocation("last gradients being reduced", max(0, end), "end"),
         gradient_allocation("all-reduced gradients before the cast", reduced, "last", "end"),
     ]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import lru_cache
+from operator import mul
 
 from planner.core.errors import SetupError
 from planner.core.records import dataclass
@@ -67,40 +68,34 @@ def gathered_groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     return _groups(model, inner.replace_trusted(attention="", loss="", checkpointing=0, micro_batch_seqs=1), shards)
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One block: bytes as gathered, elements that train, its largest matrix that is trained whole, and what padding
-    adds to frozen and to trained weights."""
-
-    size: int
-    trained: int
-    matrix: int
-    padding: tuple[int, int]
-
-
-def _block(layer: LayerSpec, adapted_ones: Iterable[LinearSpec], inner: TrainSetup, shards: int) -> _Block:
+def _block(
+    layer: LayerSpec, adapted_ones: Iterable[LinearSpec], inner: TrainSetup, shards: int
+) -> tuple[int, int, int, int, int]:
+    """Of one block (bytes as gathered, elements that train, its largest matrix that is trained whole, what padding adds
+    to frozen weights, to trained ones). 4-bit weights travel packed, their scales are never cut."""
     full = inner.method == "full"
     plain = SIZE_BYTES["fp32" if inner.kbit_fp32_cast else inner.weight_dtype]
-    adapter_params, rows, matrix = 0, 0, 0
-    for linear in adapted_ones:
-        adapter_params += lora_params(linear, inner.lora_rank)
-        ranks = lora_rank(linear, inner.lora_rank) * linear.num
-        rows += (padded(ranks, shards) - ranks) * linear.in_features
+    size = (sum(norm.num_params for norm in layer.norms) + layer.num_other_params) * plain
+    stacks = adapters = rows = 0
+    for linear in layer.linears:
+        if not inner.quantized or not linear.quantizes:
+            size += (linear.num_weights + linear.num_bias) * plain
+        else:
+            packed = linear.num_weights if inner.quantization == "int8" else -(-linear.num_weights // 2)
+            size += packed + linear.num_bias * plain
+        if linear.module == "parameter" and linear.num > 1:
+            stacks += (padded(linear.num, shards) - linear.num) * linear.in_features * linear.out_features
+    size += stacks * plain
     if full:
         whole = (linear.in_features * linear.out_features for linear in layer.linears if linear.module != "parameter")
         matrix = max(*whole, sum(linear.num_weights for linear in layer.linears if linear.is_stack))
-    stacks = sum(
-        (padded(linear.num, shards) - linear.num) * linear.in_features * linear.out_features
-        for linear in layer.linears
-        if linear.module == "parameter" and linear.num > 1
-    )
-    adapters = (adapter_params + rows) * SIZE_BYTES[inner.resolved_adapter_dtype]
-    return _Block(
-        _layer_bytes(layer, inner, plain) + stacks * plain + adapters,
-        layer.num_params + stacks if full else adapter_params + rows,
-        matrix,
-        (0, stacks) if full else (stacks, rows),
-    )
+        return size, layer.num_params + stacks, matrix, 0, stacks
+    for linear in adapted_ones:
+        ranks = lora_rank(linear, inner.lora_rank) * linear.num
+        adapters += lora_params(linear, inner.lora_rank)
+        rows += (padded(ranks, shards) - ranks) * linear.in_features
+    size += (adapters + rows) * SIZE_BYTES[inner.resolved_adapter_dtype]
+    return size, adapters + rows, 0, stacks, rows
 
 
 @lru_cache(maxsize=512)
@@ -108,7 +103,8 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     full = inner.method == "full"
     plain = SIZE_BYTES["fp32" if inner.kbit_fp32_cast else inner.weight_dtype]
     adapters = {} if full else {id(layer): linears for layer, _, linears in adapted(model, inner)}
-    blocks = [(_block(layer, adapters.get(id(layer), ()), inner, shards), num) for layer, num in model.layer_counts]
+    blocks = [(*_block(layer, adapters.get(id(layer), ()), inner, shards), num) for layer, num in model.layer_counts]
+    sizes, trained, matrices, frozen_rows, trained_rows, nums = zip(*blocks, strict=True)
     norm = sum(norm_spec.num_params for norm_spec in model.outer_norms[-1:])
     tables = max((table.num_params for table in model.embeddings), default=0)
     others = model.num_embedding_params - tables
@@ -121,38 +117,23 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
         outer += tail + (0 if model.tied else tables)
         root_trained, tail, tables = outer if full else 0, 0, 0
     return Groups(
-        layer=max((block.size for block, _ in blocks), default=0),
-        layers=sum(num * block.size for block, num in blocks),
+        layer=max(sizes),
+        layers=sum(map(mul, nums, sizes)),
         embedding=0 if model.tied else tables * plain,
         tail=tail * plain,
         root=outer * plain,
-        layer_trained=max((block.trained for block, _ in blocks), default=0),
+        layer_trained=max(trained),
         embedding_trained=tables if full and not model.tied else 0,
         tail_trained=tail if full else 0,
         root_trained=root_trained,
-        matrix=max((block.matrix for block, _ in blocks), default=0),
-        padding=(
-            sum(num * block.padding[0] for block, num in blocks),
-            sum(num * block.padding[1] for block, num in blocks),
-        ),
+        matrix=max(matrices),
+        padding=(sum(map(mul, nums, frozen_rows)), sum(map(mul, nums, trained_rows))),
     )
 
 
 def padded(rows: int, shards: int) -> int:
     """Rows of a tensor that FSDP2 cuts into `shards` equal parts."""
     return -(-rows // shards) * shards
-
-
-def _layer_bytes(layer: LayerSpec, inner: TrainSetup, plain: int) -> int:
-    """Bytes of one block's gathered weights: 4-bit weights travel packed, their scales are never cut."""
-    total = (sum(norm.num_params for norm in layer.norms) + layer.num_other_params) * plain
-    for linear in layer.linears:
-        if not inner.quantized or not linear.quantizes:
-            total += (linear.num_weights + linear.num_bias) * plain
-        else:
-            packed = linear.num_weights if inner.quantization == "int8" else -(-linear.num_weights // 2)
-            total += packed + linear.num_bias * plain
-    return total
 
 
 def adapted(model: ModelSpec, setup: TrainSetup) -> tuple[tuple[LayerSpec, int, tuple[LinearSpec, ...]], ...]:

@@ -90,7 +90,6 @@ def tensor_refuses(model: ModelSpec, setup: TrainSetup) -> str:
 
 
 def _layers_refuse(model: ModelSpec, degree: int) -> str:
-    """Why the matrices of some layer cannot be split over so many GPUs, "" where all can."""
     for layer in model.layer_kinds:
         for unit in layer.linears:
             if unit.role not in _TENSOR_ROLES:
@@ -128,9 +127,12 @@ def context_refuses(model: ModelSpec, setup: TrainSetup) -> str:
                 f"{model.model_type} has layers with a sliding window, and context parallelism knows causal attention "
                 "alone (accelerate 1.15 _attach_context_parallel_hooks)"
             )
-        if not setup.uses_ring_attention and not _heads_divide(attention.num_heads, attention.num_kv_heads, degree):
+        heads, kv_heads = attention.num_heads, attention.num_kv_heads
+        # key-value heads are dealt out, or each is repeated for the GPUs that share it
+        divide = heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+        if not setup.uses_ring_attention and not divide:
             return (
-                f"{attention.num_heads} heads and {attention.num_kv_heads} key-value heads cannot be dealt out to "
+                f"{heads} heads and {kv_heads} key-value heads cannot be dealt out to "
                 f"{degree} GPUs (DeepSpeed 0.19 UlyssesSPAttentionHF)"
             )
     return ""
@@ -164,11 +166,6 @@ def experts_refuse(model: ModelSpec, setup: TrainSetup) -> str:
     if not OPTIMIZERS[setup.optimizer].steps_dtensors:
         return f"{setup.optimizer} has no step for the DTensors of dealt-out experts (bitsandbytes issue 1633)"
     return ""
-
-
-def _heads_divide(heads: int, kv_heads: int, degree: int) -> bool:
-    """Key-value heads are dealt out, or each is repeated for the GPUs that share it."""
-    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
 def pipeline_refuses(model: ModelSpec, setup: TrainSetup) -> str:

@@ -36,23 +36,24 @@ def _whole(
 
 
 class _Whole(Engine):
-    """Everything whole, and nothing beside it."""
+    """Everything whole, and nothing beside it but a Reducer's `buckets`."""
+
+    buckets = False
 
     def state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
         inner = self.computes(setup)
         trained = part_trained(part.model, inner)
         reached = trained.reached
-        allocations = (*_whole(part, inner, setup, trained, reached, accumulated), *self._extra_allocations(trained))
+        allocations = _whole(part, inner, setup, trained, reached, accumulated)
+        if self.buckets:
+            allocations.append(gradient_allocation("DDP's buckets", trained.size_bytes))
         stepped = reached.largest if inner.trainer.steps_in_backward else None
         return RankState(
-            part=part, setup=inner, trained=reached, local=reached, allocations=allocations, stepped=stepped
+            part=part, setup=inner, trained=reached, local=reached, allocations=tuple(allocations), stepped=stepped
         )
 
     def equivalent_loss(self, model: ModelSpec, setup: TrainSetup, loss: str) -> str:
         return loss if heeds_loss(model, setup) else "full"
-
-    def _extra_allocations(self, trained: Trained) -> tuple[Allocation, ...]:
-        return ()
 
 
 @final
@@ -80,9 +81,7 @@ class Ddp(_Whole):
     name = "DDP"
     tie_break = 1
     sends = "only gradients are sent, once per step"
-
-    def _extra_allocations(self, trained: Trained) -> tuple[Allocation, ...]:
-        return (gradient_allocation("DDP's buckets", trained.size_bytes),)
+    buckets = True
 
 
 @final
@@ -114,11 +113,10 @@ class OneProcess(Engine):
         trained = part_trained(part.model, inner)
         # the backward of its broadcast gives zeros where no gradient is: all are reached
         allocations = _whole(part, inner, setup, trained, trained, accumulated and not part.follower)
+        local = replace(trained, num=0, edge_sum=0, largest=0, wide=0) if part.follower else trained
         if not part.follower:
             name = "sum of all GPUs' gradients"
             allocations.append(gradient_allocation(name, trained.size_bytes, "last", "end"))
-            return RankState(part=part, setup=inner, trained=trained, local=trained, allocations=tuple(allocations))
-        local = replace(trained, num=0, edge_sum=0, largest=0, wide=0)
         return RankState(part=part, setup=inner, trained=trained, local=local, allocations=tuple(allocations))
 
     def refuses(self, model: ModelSpec, setup: TrainSetup) -> str:

@@ -4,7 +4,7 @@ from typing import final
 
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.base import Engine
-from planner.memory.engines.gather import Groups, adapted, gathered_groups, scales_bytes
+from planner.memory.engines.gather import adapted, gathered_groups, scales_bytes
 from planner.memory.rank_part import RankPart
 from planner.memory.states import (
     BACKWARD,
@@ -145,10 +145,12 @@ def _stages_1_and_2(
     if not offloaded:
         allocations.append(_masters(setup.shards, 4 * local.num))
     allocations += _bucketed(part.model, setup, inner, trained, local, accumulated)
-    allocations += _stepped(setup, trained, local)
-    gone = 0 if offloaded else 2 * size * local.num
-    # masters, gradients and a 16-bit copy of the partition lie in host memory, pinned
-    host = (8 + size) * local.num if offloaded else 0
+    if offloaded:
+        allocations.append(gradient_allocation("offload's gradient buffer", size * trained.largest))
+        allocations.append(_norm(min(local.num, trained.embeddings)))
+    else:
+        name = f"gradients / {setup.shards}, flat and in fp32"
+        allocations.append(gradient_allocation(name, (2 * size + 4) * local.num, "step"))
     return rank_state(
         part,
         inner,
@@ -156,18 +158,10 @@ def _stages_1_and_2(
         trained=trained,
         local=local,
         optimizer_on_device=not offloaded,
-        gone_in_step_bytes=gone,
-        host_bytes=host,
+        gone_in_step_bytes=0 if offloaded else 2 * size * local.num,
+        # masters, gradients and a 16-bit copy of the partition lie in host memory, pinned
+        host_bytes=(8 + size) * local.num if offloaded else 0,
     )
-
-
-def _stepped(setup: TrainSetup, trained: Trained, local: Trained) -> list[Allocation]:
-    """What the step of this rank's partition takes: copies of its gradients, or with offloading one parameter's."""
-    shards, size = setup.shards, SIZE_BYTES[trained.dtype]
-    if setup.offload != "none":
-        buffer = gradient_allocation("offload's gradient buffer", size * trained.largest)
-        return [buffer, _norm(min(local.num, trained.embeddings))]
-    return [gradient_allocation(f"gradients / {shards}, flat and in fp32", (2 * size + 4) * local.num, "step")]
 
 
 def _masters(shards: int, size_bytes: int) -> Allocation:
@@ -177,7 +171,6 @@ def _masters(shards: int, size_bytes: int) -> Allocation:
 def _bucketed(
     model: ModelSpec, setup: TrainSetup, inner: TrainSetup, trained: Trained, local: Trained, accumulated: bool
 ) -> list[Allocation]:
-    """Gradients on their way through the bucket, and this rank's part of them."""
     shards, size, offloaded = setup.shards, SIZE_BYTES[trained.dtype], setup.offload != "none"
     bucket = size * zero_bucket_elements(trained.num)
     # the gradient partition takes the whole of every parameter that it touches: on the first rank a whole table
@@ -224,7 +217,12 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     local = _flat(trained, setup.shards)
     stepped = min(ZERO3_SUB_GROUP_ELEMENTS, local.num)
     allocations, host = _cut(part, setup, inner, trained, local, stepped)
-    allocations += _reduced(model, inner, trained)
+    bucket = size * zero_bucket_elements(trained.num)
+    _, block_stacks, largest = _stacks(model)
+    waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
+    copy = "reduce-scatter's copy of the bucket"
+    allocations.append(gradient_allocation("ZeRO's reduce bucket", bucket))
+    allocations += _gradients_and_copy(model, inner, trained, bucket, waiting, copy)
     layer = gathered_groups(model, inner, 1).layer
     loss_forward, reference_forward = _reference_bytes(model, inner) if setup.asks_reference else (0, 0)
     allocations += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
@@ -242,16 +240,6 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
         reference_forward_bytes=reference_forward,
         host_bytes=host,
     )
-
-
-def _reduced(model: ModelSpec, inner: TrainSetup, trained: Trained) -> list[Allocation]:
-    """The bucket, and gradients on their way through it."""
-    bucket = SIZE_BYTES[trained.dtype] * zero_bucket_elements(trained.num)
-    _, block_stacks, largest = _stacks(model)
-    waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
-    copy = "reduce-scatter's copy of the bucket"
-    whole = gradient_allocation("ZeRO's reduce bucket", bucket)
-    return [whole, *_gradients_and_copy(model, inner, trained, bucket, waiting, copy)]
 
 
 def _cut(
@@ -331,7 +319,14 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Allocation
     over = size * largest // 2  # the tensor that crosses the limit, on average
     live = size * ZERO3_LIVE_ELEMENTS
     ahead = min(size * ZERO3_PREFETCH_ELEMENTS, everything)
-    viewed = _viewed(model, inner, groups, half * stacks)
+    # what views keep until their backward: no forward without a graph; stacks unless adapters make new ones of them
+    viewed = groups.layers - half * stacks if inner.quantized else 0
+    if inner.reentrant_checkpointing and inner.checkpointing == 1:
+        viewed = 0
+    if stacks and not inner.checkpointing:
+        reached = () if inner.method == "full" else adapted(model, inner)
+        if not any(linear.module == "parameter" for _, _, linears in reached for linear in linears):
+            viewed += half * stacks
     # the head is asked for last, when what is live is just below the limit; a fused loss has read it from the beginning
     head = groups.tail if inner.checkpointing and inner.loss == "full" else over
     forward = max(min(everything, live + head) + ahead, min(everything, viewed + groups.tail), 2 * half * block_stacks)
@@ -355,16 +350,6 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Allocation
     ]
 
 
-def _viewed(model: ModelSpec, inner: TrainSetup, groups: Groups, stacks_bytes: int) -> int:
-    """Bytes of gathered weights that views keep until their backward."""
-    viewed = groups.layers - stacks_bytes if inner.quantized else 0
-    if inner.reentrant_checkpointing and inner.checkpointing == 1:
-        viewed = 0  # the forward runs without a graph: nothing views what it gathered
-    if stacks_bytes and not inner.checkpointing and not _adapts_stacks(model, inner):
-        viewed += stacks_bytes
-    return viewed
-
-
 def _reference_bytes(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:
     """(bytes gathered beside a reference's loss, beside its layers), beyond what the policy has gathered at its loss. A
     copy has an engine and a limit of its own, and nothing of it is used again: what it gathered is freed as it goes.
@@ -381,13 +366,6 @@ def _reference_bytes(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:
     if inner.copies_reference:
         return max(live, groups.tail), live + ahead
     return 0, ahead
-
-
-def _adapts_stacks(model: ModelSpec, inner: TrainSetup) -> bool:
-    """Whether adapters make new tensors of the experts' stacks, so that no view of the gathered ones is kept."""
-    if inner.method == "full":
-        return False
-    return any(linear.module == "parameter" for _, _, linears in adapted(model, inner) for linear in linears)
 
 
 def _stacks(model: ModelSpec) -> tuple[int, int, int]:

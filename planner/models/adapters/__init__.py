@@ -1,7 +1,7 @@
 """From `config.json` to `ModelSpec`: what is shaped like Llama is one row of `llama_like.FAMILIES`, of any other type
 the module tree is read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +29,14 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str, l
     fields = Fields(config, "config.json")
     fields.check_what_all_have()
     model_type = fields.text("model_type", **({"default": "unnamed"} if like else {}))
-    build = _adapter(model_type)
-    if build is not None and like:
+    if not has_adapter(model_type):
+        spec = _unadapted(fields, model_type, like)
+    elif like:
         raise UsageError(f"--like {shown(like)}: model_type {model_type} is known", hint="leave --like out")
-    spec = build(fields) if build is not None else _unadapted(fields, model_type, like)
+    else:
+        from planner.models.adapters import llama_like
+
+        spec = llama_like.build(fields)
     source += _taken_from_defaults(config, spec)
     return with_kept(replace(spec, model_id=model_id, model_type=model_type, config=config, config_source=source))
 
@@ -48,7 +52,7 @@ def spec_from_sizes(config: Mapping[str, Any], *, model_id: str, source: str) ->
 
     fields = Fields(config, "config.json")
     model_type, kind = fields.text("model_type", default="unnamed"), alike.kind_of(fields)
-    if not kind or _adapter(model_type) is not None:
+    if not kind or has_adapter(model_type):
         return None
     try:
         spec = alike.build(fields, kind)
@@ -67,41 +71,27 @@ def model_types() -> tuple[str, ...]:
 
 def has_adapter(model_type: str) -> bool:
     """Whether an adapter reads configurations of this type."""
-    return _adapter(model_type) is not None
+    from planner.models.adapters.llama_like import FAMILIES
 
-
-def _adapter(model_type: str) -> Callable[[Fields], ModelSpec] | None:
-    """What reads a configuration of this type, loaded when asked for; None where no adapter does."""
-    from planner.models.adapters import llama_like
-
-    return llama_like.build if model_type in llama_like.FAMILIES else None
+    return model_type in FAMILIES
 
 
 def _unadapted(fields: Fields, model_type: str, like: str) -> ModelSpec:
     """The spec of a type without an adapter: its module tree, else the geometry that it is said to have."""
-    try:
-        spec = _from_tree(fields, model_type)
-    except UnknownModelError:
-        if not like:
-            raise
-    else:
-        words = f"--like {like} is not needed: transformers builds {model_type}'s own layers"
-        return replace(spec, taken_as=words) if like else spec
-    from planner.models.adapters import alike
-
-    return alike.build(fields, like)
-
-
-def _from_tree(fields: Fields, model_type: str) -> ModelSpec:
-    """The spec read off the module tree, where transformers can build one."""
     from planner.models.module_tree import NoTree, spec_from_tree  # late: most models have an adapter
 
     for name, kind in (("hidden_size", "width"), ("num_hidden_layers", "layers"), ("vocab_size", "vocab")):
         fields.optional_count(name, kind=kind)  # absurd sizes are refused before anything is built
     try:
-        return spec_from_tree(fields.raw, model_type)
+        spec = spec_from_tree(fields.raw, model_type)
     except NoTree as error:
-        raise _unknown(fields, model_type, str(error), error.hint) from error
+        if not like:
+            raise _unknown(fields, model_type, str(error), error.hint) from error
+        from planner.models.adapters import alike
+
+        return alike.build(fields, like)
+    words = f"--like {like} is not needed: transformers builds {model_type}'s own layers"
+    return replace(spec, taken_as=words) if like else spec
 
 
 def _taken_from_defaults(config: Mapping[str, Any], spec: ModelSpec) -> str:

@@ -13,7 +13,7 @@ from planner.core.errors import UsageError
 from planner.models.adapters.fields import Fields, shown
 from planner.models.adapters.llama_like import build as llama
 from planner.models.adapters.llama_like import layer_kind
-from planner.models.adapters.parts import Decoder, Experts, expert_stack, gated, gated_mlp, linear
+from planner.models.adapters.parts import PRE, Decoder, gated, gated_mlp, linear, norm
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec
 
 KINDS = ("llama", "mixture")
@@ -133,7 +133,8 @@ def _mixture(fields: Fields) -> ModelSpec:
         if sparse:
             linears = (
                 linear("mlp.gate", "router", base.hidden, num, False, "parameter"),
-                *expert_stack(base.hidden, Experts(num, active, inner)),
+                linear("mlp.experts.gate_up_proj", "gate_up", base.hidden, 2 * inner, False, "parameter", num, active),
+                linear("mlp.experts.down_proj", "down", inner, base.hidden, False, "parameter", num, active),
                 *(gated_mlp(base.hidden, shared, prefix="mlp.shared_experts") if shared else ()),
             )
             mlp = MlpSpec(
@@ -150,7 +151,7 @@ def _mixture(fields: Fields) -> ModelSpec:
         return LayerSpec(
             kind=layer_kind(None) + ("+moe" if sparse else ""),
             linears=base.attention(bias, bias) + linears,
-            norms=base.norms(),
+            norms=tuple(norm(name, base.hidden) for name in PRE),
             attention=base.softmax(),
             mlp=mlp,
         )

@@ -10,23 +10,15 @@ from typing import Any
 
 from planner.core.errors import ConfigError
 
-MAX_LAYERS = 10_000
-MAX_WIDTH = 1 << 20  # hidden size, head size, low-rank widths
-MAX_INTERMEDIATE = 1 << 24
-MAX_HEADS = 1 << 14
-MAX_EXPERTS = 1 << 14
-MAX_VOCAB = 1 << 27
-MAX_POSITIONS = 1 << 40
-
 _LIMITS = {
-    "vocab": MAX_VOCAB,
-    "position": MAX_POSITIONS,
-    "window": MAX_POSITIONS,
-    "expert": MAX_EXPERTS,
-    "layers": MAX_LAYERS,
-    "heads": MAX_HEADS,
-    "intermediate": MAX_INTERMEDIATE,
-    "width": MAX_WIDTH,
+    "vocab": 1 << 27,
+    "position": 1 << 40,
+    "window": 1 << 40,
+    "expert": 1 << 14,
+    "layers": 10_000,
+    "heads": 1 << 14,
+    "intermediate": 1 << 24,
+    "width": 1 << 20,  # hidden size, head size, low-rank widths
 }
 
 ACTIVATIONS = (
@@ -193,10 +185,10 @@ class Fields:
         value = self.raw.get(name)
         if value is None:
             return frozenset()
-        if not isinstance(value, list | tuple) or len(value) > MAX_LAYERS:
+        if not isinstance(value, list | tuple) or len(value) > _LIMITS["layers"]:
             raise self._wrong(name, "a list of layer numbers", value)
         for item in value:
-            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < MAX_LAYERS:
+            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < _LIMITS["layers"]:
                 raise self._wrong(name, "a list of layer numbers", item)
         return frozenset(value)
 

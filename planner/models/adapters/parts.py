@@ -1,7 +1,7 @@
 """Building blocks that adapters share: matrices, norms, MLPs, expert stacks, and putting layers together."""
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from planner.models.adapters.fields import Fields
 from planner.models.spec import (
@@ -70,23 +70,6 @@ def gated_mlp(hidden: int, intermediate: int, *, bias: bool = False, prefix: str
     )
 
 
-class Experts(NamedTuple):
-    """The routed experts of a layer: how many, through how many a token passes, the width of each."""
-
-    num: int
-    active: int
-    inner: int
-
-
-def expert_stack(hidden: int, experts: Experts, *, prefix: str = "mlp.experts") -> tuple[LinearSpec, ...]:
-    """Stacked experts: transformers 5 holds them as two bare parameters, gate_up_proj and down_proj."""
-    num, active, inner = experts
-    return (
-        linear(f"{prefix}.gate_up_proj", "gate_up", hidden, 2 * inner, False, "parameter", num, active),
-        linear(f"{prefix}.down_proj", "down", inner, hidden, False, "parameter", num, active),
-    )
-
-
 class Decoder:
     """What the configuration of any decoder says first, and the model around its layers.
 
@@ -119,20 +102,14 @@ class Decoder:
         self.fields.divides("num_key_value_heads", num_kv, "num_attention_heads", self.num_heads)
         return num_kv
 
-    def norms(self) -> tuple[NormSpec, ...]:
-        """The two RMS norms of a layer."""
-        return tuple(norm(name, self.hidden) for name in PRE)
-
-    def attention(
-        self, bias: bool = False, o_bias: bool = False, *, prefix: str = "self_attn", o_name: str = "o_proj"
-    ) -> tuple[LinearSpec, ...]:
+    def attention(self, bias: bool, o_bias: bool) -> tuple[LinearSpec, ...]:
         """q, k, v, o as four matrices."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv * self.head_dim
         return (
-            linear(f"{prefix}.q_proj", "q", self.hidden, queries, bias),
-            linear(f"{prefix}.k_proj", "k", self.hidden, keys, bias),
-            linear(f"{prefix}.v_proj", "v", self.hidden, keys, bias),
-            linear(f"{prefix}.{o_name}", "o", queries, self.hidden, o_bias),
+            linear("self_attn.q_proj", "q", self.hidden, queries, bias),
+            linear("self_attn.k_proj", "k", self.hidden, keys, bias),
+            linear("self_attn.v_proj", "v", self.hidden, keys, bias),
+            linear("self_attn.o_proj", "o", queries, self.hidden, o_bias),
         )
 
     def softmax(self, window: int | None = None, **more: Any) -> AttentionSpec:

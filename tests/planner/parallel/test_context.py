@@ -12,23 +12,16 @@ from planner.memory.engines import engine_of, why_not
 from planner.memory.layer_terms import LayerContext, exchanged_bytes
 from planner.memory.model import rank_memories
 from planner.memory.workload import Workload
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.planning.decision.layouts import LONG_TOKENS, all_layouts
 from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.several_gpus.collectives import Collectives, group_of
 from planner.speed.several_gpus.exchange import context_s
 from planner.speed.several_gpus.speed import layout_step_time
+from tests.planner.helpers import loaded
 
 A100 = find_gpu("a100-80gb")
 TOKENS = 65536
-
-
-def _model(name: str = "meta-llama/llama-3.1-8b") -> ModelSpec:
-    model = catalogue.load(name)
-    assert model is not None
-    return model
 
 
 def _setup(degree: int, parallel: str = "fsdp2", **fields: Any) -> TrainSetup:
@@ -45,7 +38,7 @@ def test_degrees_divide_copies_and_shards_span_sequences() -> None:
 
 def test_exchange_by_hand() -> None:
     """Llama 8B in bf16: 4,096 wide queries, 2 x 1,024 of keys and values, 8,192 own tokens of 65,536."""
-    model = _model()
+    model = loaded()
 
     def exchanged(setup: TrainSetup) -> tuple[int, int]:
         inner = engine_of(setup).computes(setup)
@@ -71,7 +64,7 @@ def test_exchange_by_hand() -> None:
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "zero3"])
 def test_activations_shrink_and_speed_is_paid_for(parallel: str) -> None:
-    model, cluster = _model(), make_cluster(A100, 8)
+    model, cluster = loaded(), make_cluster(A100, 8)
     sizes, seconds = [], []
     for degree in (1, 2, 4, 8):
         setup = _setup(degree, parallel, accumulation_steps=degree)
@@ -88,7 +81,7 @@ def test_activations_shrink_and_speed_is_paid_for(parallel: str) -> None:
 
 def test_communication_by_hand() -> None:
     """A ring gathers keys and values in forward, recomputation and backward, and sends fp32 gradients round it."""
-    model, setup = _model(), _setup(8)
+    model, setup = loaded(), _setup(8)
     wires = Collectives(make_cluster(A100, 8), load_calibration().layout_constants)
     forward, backward = context_s(model, setup, wires, 1)
     group, pairs = group_of(wires.cluster, 8), TOKENS // 8 * 2048
@@ -126,14 +119,14 @@ def test_what_cannot_be_built(fields: dict[str, Any], words: str) -> None:
     ],
 )
 def test_models_that_no_engine_cuts(name: str, parallel: str, degree: int, words: str) -> None:
-    reason = why_not(_model(name), _setup(degree, parallel))
+    reason = why_not(loaded(name), _setup(degree, parallel))
     assert (words in reason) if words else not reason
 
 
 def test_long_sequences_are_cut_unasked_and_short_ones_are_not() -> None:
     def names(tokens: int, **fixed: tuple[Any, ...]) -> set[str]:
         workload = Workload(
-            model=_model(), gpu=A100, memory_bytes=A100.memory_bytes, headroom_bytes=0, seq_len_tokens=tokens,
+            model=loaded(), gpu=A100, memory_bytes=A100.memory_bytes, headroom_bytes=0, seq_len_tokens=tokens,
             global_batch_seqs=8, cluster=make_cluster(A100, 8), fixed=fixed,
         )  # fmt: skip
         return {layout.name for layout in all_layouts(workload) if "context" in layout.name or "Ulysses" in layout.name}

@@ -9,12 +9,12 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.engines import engine_of
 from planner.memory.rank_part import rank_parts
-from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.types import CURRENT, Conditions
 from planner.speed.several_gpus.compute import Rank
+from tests.planner.helpers import loaded
 
 PRECISIONS = ("bf16-pure", "bf16-autocast", "bf16-mixed", "fp16-autocast", "fp16-mixed")
 METHODS = {
@@ -25,9 +25,7 @@ METHODS = {
 
 
 def llama() -> ModelSpec:
-    spec = catalogue.load("meta-llama/llama-3.1-8b")
-    assert spec is not None
-    return spec
+    return loaded("meta-llama/llama-3.1-8b")
 
 
 def setups() -> list[TrainSetup]:

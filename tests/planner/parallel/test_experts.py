@@ -12,31 +12,25 @@ from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of, why_not
 from planner.memory.engines.expert_parallel import share_of
-from planner.memory.layer_terms import PAIR_BYTES
+from planner.memory.layer_terms import PAIR_BYTES, replicas
 from planner.memory.layers import layer_costs
 from planner.memory.micro_batch import step_dtype_policy
 from planner.memory.model import rank_memories
 from planner.memory.rank_part import rank_parts
 from planner.memory.workload import Workload
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.planning.decision.layouts import all_layouts, layout_name
 from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.several_gpus.collectives import Collectives, group_of
 from planner.speed.several_gpus.exchange import experts_s
 from planner.speed.several_gpus.speed import DEALT_BAND, layout_step_time
+from tests.planner.helpers import loaded
 
 H100 = find_gpu("h100-sxm")
 MIXTURE = "qwen/qwen3-30b-a3b"
+MODEL = loaded(MIXTURE)
 EXPERTS, LAYERS, EACH = 128, 48, 3 * 2048 * 768
 """Of that model: experts of a layer, layers, elements of an expert."""
-
-
-def _model(name: str = MIXTURE) -> ModelSpec:
-    model = catalogue.load(name)
-    assert model is not None
-    return model
 
 
 def _setup(degree: int = 8, **fields: Any) -> TrainSetup:
@@ -45,14 +39,14 @@ def _setup(degree: int = 8, **fields: Any) -> TrainSetup:
 
 
 def test_a_rank_holds_its_experts_whole_and_a_share_of_the_rest() -> None:
-    model = _model()
-    for degree, gpus, replicas in ((8, 8, 1), (2, 8, 4), (8, 64, 8)):
+    model = MODEL
+    for degree, gpus, num_replicas in ((8, 8, 1), (2, 8, 4), (8, 64, 8)):
         setup = _setup(degree, num_gpus=gpus)
         (part,) = rank_parts(model, setup)
-        share = share_of(part.model, setup)
-        assert share.replicas == replicas
+        share = share_of(part.model, replicas(setup))
+        assert share.replicas == num_replicas
         assert share.gathered == EXPERTS // degree * EACH
-        assert share.stored == LAYERS * share.gathered // replicas
+        assert share.stored == LAYERS * share.gathered // num_replicas
         state = engine_of(setup).state(part, setup, accumulated=False)
         assert state.local.num == pytest.approx(model.num_params / gpus, rel=1e-3)
 
@@ -60,15 +54,15 @@ def test_a_rank_holds_its_experts_whole_and_a_share_of_the_rest() -> None:
 def test_one_expert_on_a_gpu_is_padded_to_the_ranks_that_share_it() -> None:
     """FSDP2 cuts along the experts: 8 ranks that hold the same single expert store one each, seven of them padding."""
     setup = _setup(8, num_gpus=64)
-    model = _model("mistralai/mixtral-8x7b-v0.1")
+    model = loaded("mistralai/mixtral-8x7b-v0.1")
     (part,) = rank_parts(model, setup)
     each = 3 * 4096 * 14336
-    share = share_of(part.model, setup)
+    share = share_of(part.model, replicas(setup))
     assert (share.stored, share.gathered) == (32 * each, 8 * each)
 
 
 def test_what_a_layer_keeps_is_what_it_keeps_on_one_gpu_and_the_way_of_its_pairs() -> None:
-    model = _model()
+    model = MODEL
     alone = TrainSetup(method="full", lora_rank=0, precision="bf16-autocast", checkpointing=0)
     setup = _setup(8, checkpointing=0)
     (part,) = rank_parts(model, setup)
@@ -82,7 +76,7 @@ def test_what_a_layer_keeps_is_what_it_keeps_on_one_gpu_and_the_way_of_its_pairs
 def test_seconds_by_hand() -> None:
     """Two exchanges forward, two backward and two where the layer is recomputed, of eight rows of a token each."""
     setup, bandwidth = _setup(precision="bf16-pure"), 1e30  # as if the GPU's own memory cost nothing
-    (part,) = rank_parts(_model(), setup)
+    (part,) = rank_parts(MODEL, setup)
     wires = Collectives(make_cluster(H100, 8), load_calibration().layout_constants)
     exchange_s = wires.all_gather_s(2048 * 8 * 2048 * 2, group_of(wires.cluster, 8))
     forward, backward = experts_s(part.model, setup, wires, bandwidth, 1)
@@ -93,7 +87,7 @@ def test_seconds_by_hand() -> None:
 
 
 def test_it_pays_where_gathering_experts_takes_longer_than_moving_tokens() -> None:
-    model, cluster = _model(), make_cluster(H100, 8)
+    model, cluster = MODEL, make_cluster(H100, 8)
 
     def tokens_per_s(degree: int, seqs: int) -> float:
         setup = _setup(degree, precision="bf16-pure", seq_len_tokens=512, micro_batch_seqs=seqs)
@@ -138,14 +132,14 @@ def test_what_cannot_be_built(fields: dict[str, Any], words: str) -> None:
     ],
 )
 def test_models_and_setups_that_no_engine_runs(name: str, setup: TrainSetup, words: str) -> None:
-    reason = why_not(_model(name), setup)
+    reason = why_not(loaded(name), setup)
     assert (words in reason) if words else not reason
 
 
 def test_mixtures_are_tried_unasked_and_others_are_not() -> None:
     def names(model: str, **fixed: tuple[Any, ...]) -> set[str]:
         workload = Workload(
-            model=_model(model), gpu=H100, memory_bytes=H100.memory_bytes, headroom_bytes=0, seq_len_tokens=2048,
+            model=loaded(model), gpu=H100, memory_bytes=H100.memory_bytes, headroom_bytes=0, seq_len_tokens=2048,
             global_batch_seqs=8, cluster=make_cluster(H100, 8), fixed=fixed,
         )  # fmt: skip
         return {layout.name for layout in all_layouts(workload) if "experts" in layout.name and not layout.reason}
@@ -165,7 +159,11 @@ def test_mixtures_are_tried_unasked_and_others_are_not() -> None:
 def test_files_say_the_degree_and_are_read_back(target: str, fields: dict[str, Any], tmp_path: Any) -> None:
     setup = _setup(4, loss="full", **fields)
     request = ExportRequest(
-        model_id="Qwen/Qwen3-30B-A3B", setup=setup, hyper=choose(setup), model=_model(), num_nodes=setup.num_gpus // 8
+        model_id="Qwen/Qwen3-30B-A3B",
+        setup=setup,
+        hyper=choose(setup),
+        model=MODEL,
+        num_nodes=setup.num_gpus // 8,
     )
     launch = EXPORTERS[target](request)
     assert not launch.refused
@@ -201,12 +199,12 @@ def test_what_cannot_be_counted_so_is_said(more: str, counted: bool) -> None:
 @pytest.mark.parametrize("target", ["axolotl", "llamafactory", "accelerate", "deepspeed"])
 def test_other_tools_refuse(target: str) -> None:
     setup = _setup(8, loss="full")
-    request = ExportRequest(model_id="Qwen/Qwen3-30B-A3B", setup=setup, hyper=choose(setup), model=_model())
+    request = ExportRequest(model_id="Qwen/Qwen3-30B-A3B", setup=setup, hyper=choose(setup), model=MODEL)
     launch = EXPORTERS[target](request)
     assert launch.refused or "ep_size" not in "".join(file.text for file in launch.files)
 
 
 def test_memory_falls_with_the_degree_as_less_is_gathered() -> None:
-    sizes = [rank_memories(_model(), H100, _setup(degree))[0].breakdown.peak_allocated_bytes for degree in (2, 4, 8)]
+    sizes = [rank_memories(MODEL, H100, _setup(degree))[0].breakdown.peak_allocated_bytes for degree in (2, 4, 8)]
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] < rank_memories(_model(), H100, _setup(1))[0].breakdown.peak_allocated_bytes
+    assert sizes[0] < rank_memories(MODEL, H100, _setup(1))[0].breakdown.peak_allocated_bytes

@@ -22,17 +22,6 @@ def _pipeline(degree: int, micro_batches: int, schedule: str = "1f1b", **more: o
     ).replace(**more)
 
 
-def test_textbook_activations_under_tensor_parallelism() -> None:
-    """GPT-3 175B in Korthikanti et al. (s 2048, b 1, h 12288, a 96): alone both forms are equation 1; with
-    t = 8 sequence parallelism divides everything."""
-    shape = {"seq_len": 2048, "batch": 1, "hidden": 12288, "num_heads": 96}
-    whole = textbook.classic_activations_bytes(num_layers=1, **shape)
-    assert textbook.tensor_parallel_activations_bytes(**shape, degree=1) == whole
-    assert textbook.tensor_parallel_activations_bytes(**shape, degree=8, sequence_parallel=True) == whole / 8
-    # s b h (10 + 24/8 + 80/8) by hand: 2048 x 12288 x 23
-    assert textbook.tensor_parallel_activations_bytes(**shape, degree=8) == 2048 * 12288 * 23
-
-
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 def test_a_real_layer_keeps_megatrons_ten_whole_and_sixteen_cut(degree: int) -> None:
     """OPT-6.7B, pure bf16: the part that stays whole is Megatron's 10 s b h (norm inputs 4, matrix inputs 4, masks 2).

@@ -3,21 +3,14 @@
 import pytest
 
 from planner.memory.engines import ENGINES, engine_named, why_not
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.options.optimizers import OPTIMIZERS as ROWS
 from planner.setup import TrainSetup
 from planner.setup.allowed import OPTIMIZERS, PARALLELS, SHARDED
+from tests.planner.helpers import loaded
 
 FULL = {"method": "full", "precision": "bf16-mixed", "lora_rank": 0}
 INT8 = {"method": "qlora", "quantization": "int8"}
 NF4 = {"method": "qlora", "quantization": "nf4-double"}
-
-
-def _model(name: str = "meta-llama/llama-3.1-8b") -> ModelSpec:
-    model = catalogue.load(name)
-    assert model is not None
-    return model
 
 
 @pytest.mark.parametrize(
@@ -45,7 +38,7 @@ def _model(name: str = "meta-llama/llama-3.1-8b") -> ModelSpec:
     ],
 )
 def test_refusals_name_their_source(fields: dict[str, object], word: str) -> None:
-    reason = why_not(_model(), TrainSetup(num_gpus=8, **fields))  # type: ignore[arg-type]
+    reason = why_not(loaded(), TrainSetup(num_gpus=8, **fields))  # type: ignore[arg-type]
     assert word in reason
 
 
@@ -71,11 +64,11 @@ def test_refusals_name_their_source(fields: dict[str, object], word: str) -> Non
     ],
 )
 def test_what_the_engines_run(fields: dict[str, object]) -> None:
-    assert why_not(_model(), TrainSetup(num_gpus=8, **fields)) == ""  # type: ignore[arg-type]
+    assert why_not(loaded(), TrainSetup(num_gpus=8, **fields)) == ""  # type: ignore[arg-type]
 
 
 def test_one_gpu_is_never_refused() -> None:
-    assert why_not(_model(), TrainSetup(method="qlora", quantization="int8")) == ""
+    assert why_not(loaded(), TrainSetup(method="qlora", quantization="int8")) == ""
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,7 @@ def test_one_gpu_is_never_refused() -> None:
     ],
 )
 def test_models_that_cannot_be_split(name: str, fields: dict[str, object], word: str) -> None:
-    model = _model(name)
+    model = loaded(name)
     reason = why_not(model, TrainSetup(**{"num_gpus": 2, **FULL, **fields}))  # type: ignore[arg-type]
     if model.is_encoder_decoder and "pipeline_degree" in fields:
         assert reason

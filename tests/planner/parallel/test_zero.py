@@ -12,10 +12,10 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.engines import zero
 from planner.memory.model import rank_memories
 from planner.memory.workspace import cublas_workspace_bytes
-from planner.models import catalogue
 from planner.models.adapters import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from tests.planner.helpers import loaded
 
 GPU = find_gpu("a100-80gb")
 SMALL_BUCKET = 4_000_000
@@ -95,8 +95,7 @@ def test_several_buckets(parallel: str, backward_mib: float, monkeypatch: pytest
 
 def _catalogue_rank(model_id: str, **fields: object) -> dict[str, int]:
     """Bytes of the rank's terms that are alive in the loss, by name."""
-    model = catalogue.load(model_id)
-    assert model is not None
+    model = loaded(model_id)
     setup = TrainSetup(**{"parallel": "zero3", "num_gpus": 8, "seq_len_tokens": 512, **fields})  # type: ignore[arg-type]
     (rank,) = rank_memories(model, GPU, setup)
     return {term.name: term.size_bytes for term in rank.breakdown.terms if "loss" in term.phases}
