@@ -182,18 +182,6 @@ def eager_scores(
     return ScoreBytes(saved + (value if softcap else 0), forward, backward)
 
 
-def mask_bytes(kernel: str, dtypes: DtypePolicy, *, masked: bool, adds: bool = False) -> int:
-    """Bytes per pair of positions of the mask that all layers of one kind share: eager attention adds one in the
-    model's type, SDPA gets a boolean one where it gets one at all, but of a class that `adds` its own.
-
-    Source: transformers 5.23 `masking_utils.py` `eager_mask`, `sdpa_mask`.
-    Shapes: [seqs, 1, tokens, keys].
-    """
-    if kernel == "eager" or (adds and masked):
-        return SIZE_BYTES[dtypes.table]
-    return int(masked and kernel in ("efficient", "math"))
-
-
 def math_scores(traits: Traits) -> ScoreBytes:
     """SDPA's math kernel: everything in fp32, the softmax kept, with dropout also the dropped copy and a mask.
 
@@ -282,23 +270,6 @@ def linear_attention_saved(attention: AttentionSpec, dtypes: DtypePolicy, tokens
     if dtypes.autocast:
         return tokens * (conv + (34 + casts) * keys + 8 * values + 14 * heads * CHUNK + 8 * states + 10 * values)
     return tokens * (conv + (24 + casts) * keys + 12 * values + 20 * heads * CHUNK + 4 * states + (8 + size) * values)
-
-
-# What several residual streams side by side keep: AltUp, in Gemma 3n.
-
-
-def kept_by_streams(context: LayerContext) -> int:
-    """Bytes that one layer's AltUp keeps: all streams as the prediction's factor, the innovation repeated to each, and
-    fp32 streams (under autocast) as they came and as they were predicted.
-
-    Shapes: [streams, tokens, hidden].
-    """
-    streams, dtypes = context.traits.streams, context.dtypes
-    wide = SIZE_BYTES[dtypes.residual]
-    per_row = streams * (SIZE_BYTES[dtypes.autocast or dtypes.residual] + wide) + (
-        2 * wide * streams if wide == 4 else 0
-    )
-    return context.tokens * context.hidden * per_row * (streams > 1)
 
 
 # What a layer's matrices and their adapters keep of their inputs for the backward.
@@ -426,12 +397,6 @@ def _kept_by_kind(linear: LinearSpec, context: LayerContext, input_dtype: str) -
         "ia3": SIZE_BYTES[dtypes.adapter] * inside if linear.role == "down" else returned * out,
     }
     return context.tokens * per_token.get(setup.adapter, 0)
-
-
-def shared_bytes(setup: TrainSetup, linears: Sequence[LinearSpec]) -> int:
-    """VeRA's two frozen matrices, wide enough for every adapted one, in fp32 (peft casts buffers as well)."""
-    widest = max(linear.in_features for linear in linears) + max(linear.out_features for linear in linears)
-    return 4 * setup.lora_rank * widest
 
 
 # What a layer's MLP keeps between its projections: dense, gated or routed to experts.

@@ -22,10 +22,8 @@ from planner.memory.layer_terms import (
     gated_fused,
     handed_on,
     inputs_saved,
-    kept_by_streams,
     linear_attention_saved,
     lora_mlp,
-    mask_bytes,
     math_scores,
     rank_heads,
 )
@@ -641,10 +639,19 @@ def layer_costs(
         )
         of_layer, tokens = context.dtypes, context.tokens
         saved = layer_saved(layer, context)
-        saved.norm += kept_by_streams(context)
+        streams, wide = model.traits.streams, SIZE_BYTES[of_layer.residual]
+        if streams > 1:
+            # AltUp (Gemma 3n), [streams, tokens, hidden]: all as the prediction's factor, the innovation repeated to
+            # each, and fp32 streams (under autocast) as they came and as they were predicted
+            per_row = streams * (SIZE_BYTES[of_layer.autocast or of_layer.residual] + wide)
+            saved.norm += tokens * context.hidden * (per_row + (2 * wide * streams if wide == 4 else 0))
         if attention is not None:
+            # [seqs, 1, tokens, keys]: eager attention adds one in the model's type, SDPA gets a boolean one where it
+            # gets one at all, but of a class that adds its own (transformers 5.23 `masking_utils.py`)
             handed = masked(layer_setup, attention, masks_packed=context.masks_packed)
-            each = mask_bytes(kernel, of_layer, masked=handed, adds=attention.adds_mask)
+            each = int(handed and kernel in ("efficient", "math"))
+            if kernel == "eager" or (attention.adds_mask and handed):
+                each = SIZE_BYTES[of_layer.table]
             mask = each * tokens * context.row_tokens
         extra_bytes = tokens * at_last_matrix(layer, context, saved)
         if setup.adapter == "dora" and names:  # the last matrix's norm, the layer's activations there

@@ -9,7 +9,6 @@ from planner.core.errors import SetupError
 from planner.core.records import dataclass
 from planner.core.units import MIN_BLOCK_BYTES
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
-from planner.memory.layer_terms import shared_bytes
 from planner.memory.rank_part import RankPart
 from planner.memory.trained import Trained, layers_alone, trained_parameters
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
@@ -323,10 +322,11 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
             size_bytes=trained.size_bytes,
         )
         if setup.kind.form == "shared":
+            # VeRA's two, wide enough for every adapted one, in fp32 (peft casts buffers as well)
             linears = [linear for _, _, group in lora_linears(model, setup.lora_targets) for linear in group]
-            yield Allocation(
-                category="adapters", name="frozen matrices that all share", size_bytes=shared_bytes(setup, linears)
-            )
+            widest = max(linear.in_features for linear in linears) + max(linear.out_features for linear in linears)
+            size = 4 * setup.lora_rank * widest
+            yield Allocation(category="adapters", name="frozen matrices that all share", size_bytes=size)
         if setup.kind.form == "rows":
             table = max(weights.num_params for weights in model.embeddings) * SIZE_BYTES[dtype_policy_of(setup).table]
             yield Allocation(

@@ -7,7 +7,7 @@ import pytest
 from planner.core.units import GIB
 from planner.frameworks.hyperparameters import TOKENS_PER_PARAM_PRETRAINING
 from planner.hardware.gpus import find_gpu
-from planner.memory.states import int8_bytes, nf4_bytes, paged_bytes, state_bytes, step_bytes
+from planner.memory.states import nf4_bytes, state_bytes, step_bytes
 from planner.memory.trained import trained_parameters
 from planner.models import catalogue
 from planner.models.adapters import spec_from_config
@@ -229,36 +229,11 @@ def test_classic_activations_equal_the_papers_form() -> None:
     assert ours == s * b * h * layers * 34 + 5 * a * s * s * b * layers
 
 
-def test_nf4_bytes_of_a_4096_matrix() -> None:
-    """Hand-computed: 2^24 weights, 2^23 packed bytes, 2^18 blocks of 64, 2^10 blocks of 256 scales."""
-    weights = 4096 * 4096
-    assert nf4_bytes(weights, double=False) == 2**23 + 4 * 2**18 + 512
-    assert nf4_bytes(weights, double=True) == 2**23 + 2**18 + 4 * 2**10 + 512 + 1024 + 512
-
-
 def test_nf4_bits_per_weight_match_the_qlora_paper() -> None:
     """QLoRA section 3: 0.5 bits per parameter of scales without, 0.127 with double quantization."""
     weights = 8192 * 8192
     assert 8 * nf4_bytes(weights, double=False) / weights == pytest.approx(4.5, abs=1e-3)
     assert 8 * nf4_bytes(weights, double=True) / weights == pytest.approx(4.127, abs=1e-3)
-
-
-def test_int8_bytes_of_a_matrix() -> None:
-    """One byte per weight and one fp32 scale per output row."""
-    assert int8_bytes(4096 * 1024, 1024) == 4096 * 1024 + 4096
-
-
-def test_adamw_states_follow_the_parameter_type() -> None:
-    """fp32: 8 bytes per parameter; bf16: 4."""
-    assert state_bytes(1000, "fp32", "adamw") == 8000
-    assert state_bytes(1000, "bf16", "adamw-fused") == 4000
-
-
-def test_eight_bit_adam_states() -> None:
-    """Two uint8 states and two fp32 scales per 256 elements: 2.03125 bytes per parameter."""
-    assert state_bytes(256_000, "bf16", "adamw-8bit") == 2 * 256_000 + 2 * 4 * 1000
-    assert state_bytes(256_000, "bf16", "paged-adamw-8bit") == 2 * 4 * 1000
-    assert paged_bytes(256_000, "paged-adamw-8bit") == 2 * 256_000
 
 
 def test_foreach_adamw_makes_a_copy_of_all_trained_parameters() -> None:
