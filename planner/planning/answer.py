@@ -173,22 +173,22 @@ def _nothing_fits(
 def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], results: WalkResults) -> SpaceCount:
     nodes = results.nodes().values()
     walked = sum(node.walked for node in nodes)
-    num_layouts = len({layout.name for layout in results.walked})
-    return SpaceCount(
-        walked=walked,
-        infeasible=sum(node.infeasible for node in nodes),
-        impossible=max(0, _num_combinations(workload, values) * num_layouts - walked),
-    )
+    # the plain product of all dimensions, impossible combinations included
+    names = ("attention", "checkpointing", "selective_checkpointing", "loss", "kernels", "activation_offload")
+    whole = prod(len(values[name]) for name in (*BRANCH_FIELDS, *names, "optimizer"))
+    whole *= len(values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs))
+    impossible = max(0, whole * len({layout.name for layout in results.walked}) - walked)
+    return SpaceCount(walked=walked, infeasible=sum(node.infeasible for node in nodes), impossible=impossible)
 
 
 def _nothing_to_walk(workload: Workload, results: WalkResults) -> UsageError:
     contradicted = _contradiction(dimension_values(workload))
     if workload.num_gpus == 1:
         if results.too_large_for_hosts:
-            least, room = min(results.too_large_for_hosts.values()), assumed_host_bytes(workload)
+            least, room = min(results.too_large_for_hosts.values()), gib(assumed_host_bytes(workload))
+            there = f"{gib(least)} of states would lie there, at most {room} may"
             return UsageError(
-                f"no setup of these options finds room in the host: {gib(least)} of states would lie there, at most "
-                f"{gib(room)} may",
+                f"no setup of these options finds room in the host: {there}",
                 hint=f"--host-memory {host_gib(least)} holds them; --optimizer sgd has no states",
             )
         return UsageError(
@@ -205,9 +205,8 @@ def _nothing_to_walk(workload: Workload, results: WalkResults) -> UsageError:
             f"no setup on {num} GPUs satisfies all the options given{contradicted}",
             hint="options contradict each other (for example --parallel ddp with --offload optimizer); leave one out",
         )
-    hint = (
-        none_of_them.get(reasons[0]) or "leave --parallel and the degrees out: the plan then chooses among all of them"
-    )
+    usual_hint = "leave --parallel and the degrees out: the plan then chooses among all of them"
+    hint = none_of_them.get(reasons[0]) or usual_hint
     uneven = [layout.reason for layout in left_out if batch % layout.data_degree]
     if uneven:
         hint = f"give --global-batch {num * -(-batch // num)}, or fewer GPUs"
@@ -244,13 +243,6 @@ def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
         else:
             return ""
     return ": " + max(reasons, key=lambda reason: reasons[reason]) if reasons else ""
-
-
-def _num_combinations(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> int:
-    batches = len(values.get("micro_batch_seqs") or micro_batches(workload.global_batch_seqs))
-    layers = ("attention", "checkpointing", "selective_checkpointing", "loss", "kernels", "activation_offload")
-    dimensions = (*BRANCH_FIELDS, *layers, "optimizer")
-    return batches * prod(len(values[name]) for name in dimensions)
 
 
 def _one_gpu(workload: Workload, cache: WalkCache) -> SingleGpuAnswer:

@@ -52,9 +52,6 @@ class Change:
     """One change to a setup and what it does.
 
     Attributes:
-        label: what to change, in words.
-        fields: the setup fields that differ.
-        setup: the whole setup after it.
         saves_bytes: of the device peak; negative when it costs memory.
         speedup: tokens/s after over before (1.0 where unknown).
         changes_training: whether the trained model may differ (shorter sequences, quantization), not only the run.
@@ -89,12 +86,10 @@ class CheckResult:
 
     @property
     def band_fraction(self) -> float:
-        """The wider side of the band."""
         return self.band.widest
 
     @property
     def margin_bytes(self) -> int:
-        """Budget minus predicted device peak."""
         return self.budget_bytes - self.prediction.peak_device_bytes
 
     @property
@@ -295,17 +290,9 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
             *(measured(f"this cannot run: {reason}") for reason in config.refusals),
             *_evaluation_notes(config, model, evaluation if decides else 0),
             *_loading_notes(config, model, of_step.peak_device_bytes, afterwards),
-            *(_cache_notes(of_step, budget_bytes) or _length_notes(of_step, config.setup)),
+            *_segment_notes(of_step, config.setup, budget_bytes),
         ),
     )
-
-
-def _cache_notes(prediction: Prediction, budget_bytes: int) -> tuple[str, ...]:
-    needed = without_cache_bytes(prediction)
-    if not needed <= budget_bytes < prediction.peak_device_bytes:
-        return ()
-    cached = gib(prediction.peak_device_bytes - needed)
-    return (f"{cached} of it are blocks that PyTorch caches: it gives them back where memory ends, and runs slower",)
 
 
 LENGTHS_ON_FIXED_SEGMENTS = (
@@ -331,7 +318,12 @@ def left_by_lengths_bytes(prediction: Prediction, setup: TrainSetup) -> tuple[in
     return round(LENGTHS_LEAVE[0] * transient_bytes), round(LENGTHS_LEAVE[1] * transient_bytes)
 
 
-def _length_notes(prediction: Prediction, setup: TrainSetup) -> tuple[str, ...]:
+def _segment_notes(prediction: Prediction, setup: TrainSetup, budget_bytes: int) -> tuple[str, ...]:
+    """What is said where only the allocator's cache is too much, else where what it reserves hangs on the samples."""
+    needed = without_cache_bytes(prediction)
+    if needed <= budget_bytes < prediction.peak_device_bytes:
+        cached = f"{gib(prediction.peak_device_bytes - needed)} of it are blocks that PyTorch caches"
+        return (f"{cached}: it gives them back where memory ends, and runs slower",)
     if setup.expandable_segments or setup.packing:
         return ()
     least, most = left_by_lengths_bytes(prediction, setup)

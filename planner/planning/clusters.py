@@ -28,14 +28,8 @@ from planner.setup.outcome import Candidate
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOption:
-    """One method on one cluster.
-
-    Attributes:
-        workload: what is asked of it.
-        node: what is trained.
-        duration_s: for all tokens asked for; cost_usd: for all GPUs that long, None without a price.
-        meets: whether it keeps deadline and budget.
-    """
+    """One method (`node`) on one cluster: seconds for all tokens asked for, US dollars for all GPUs that long (None
+    without a price), and whether it keeps deadline and budget."""
 
     cluster: Cluster
     workload: Workload
@@ -67,22 +61,14 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One method on one cluster, before it is planned.
-
-    Attributes:
-        workload: its `cluster` is None with one GPU; the size of its data is known, its method fixed.
-        cluster: the same, also for one GPU.
-    """
+    """One method on one cluster, before it is planned. The size of the workload's data is known, its method fixed; with
+    one GPU it has no cluster, and the job still has."""
 
     workload: Workload
     cluster: Cluster
 
     def option(self, limits: Limits, cache: WalkCache) -> ClusterOption | None:
-        """What `plan` takes; None where nothing fits.
-
-        Raises:
-            UsageError: no setup can be.
-        """
+        """What `plan` takes; None where nothing fits. UsageError: no setup can be."""
         answer = plan_workload(self.workload, cache=cache, num_ranked=1, helped=False, explained=False)
         duration_s = job_s(answer.workload, answer.subject)
         if isinstance(answer, NoPlan) or duration_s is None:

@@ -46,11 +46,9 @@ class Grid:
 
     @property
     def workload(self) -> Workload:
-        """The usual one."""
         return self.workloads[self.usual]
 
     def workload_of(self, at: int) -> Workload:
-        """The workload of a cell."""
         return self.workloads[at // (len(self.batches) * len(self.checkpointing)) % len(self.lengths)]
 
     def fastest(self) -> tuple[int | None, ...]:

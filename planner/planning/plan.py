@@ -27,15 +27,12 @@ class PrunedBranch:
 
 @dataclass(frozen=True)
 class Answer:
-    """One question of the decision tree with its answer.
+    """One question of the decision tree with its answer: the branch taken ("LoRA"), one sentence with the figures, and
+    the branches given up here.
 
     Attributes:
-        question: "Does full fine-tuning fit with one sequence?"
-        choice: the branch taken, short ("LoRA").
-        reason: one sentence with the figures.
         needed_bytes: device peak of the best setup of this branch at micro-batch 1 (None where bytes did not decide).
         budget_bytes: what it was compared with.
-        cuts: branches given up here.
     """
 
     question: str
@@ -71,7 +68,11 @@ def correction_key(setup: TrainSetup) -> CorrectionKey:
     )
 
 
-def on_one_level(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Measurement, Prediction | Measurement]]:
+Evidence = tuple[Prediction | Measurement, Prediction | Measurement]
+"""Of memory, and of speed."""
+
+
+def on_one_level(candidates: Sequence[Candidate]) -> list[Evidence]:
     """(memory, speed) evidence of each candidate, a whole column from one level, because the difference of two levels
     would be mostly the error between them: where they stand on different ones the dry run, which the trace of one
     launch file does not replace, else the formula, corrected in the first one's family by what is known of the first.
@@ -82,13 +83,11 @@ def on_one_level(candidates: Sequence[Candidate]) -> list[tuple[Prediction | Mea
     untraced = [replace(candidate, trace=None).memory_evidence for candidate in candidates]
     memory = next((column for column in (peaks, untraced) if len({evidence.level for evidence in column}) == 1), None)
     if memory is None:
-        family, ratio = correction_key(candidates[0].setup), peaks[0].peak_device_bytes / formulas[0].peak_device_bytes
-        memory = [
-            replace(formula, peak_device_bytes=round(formula.peak_device_bytes * ratio))
-            if correction_key(candidate.setup) == family
-            else formula
-            for candidate, formula in zip(candidates, formulas, strict=True)
-        ]
+        memory, family = formulas[:], correction_key(candidates[0].setup)
+        ratio = peaks[0].peak_device_bytes / formulas[0].peak_device_bytes
+        for place, (candidate, formula) in enumerate(zip(candidates, formulas, strict=True)):
+            if correction_key(candidate.setup) == family:
+                memory[place] = replace(formula, peak_device_bytes=round(formula.peak_device_bytes * ratio))
     return list(zip(memory, speeds if len({evidence.level for evidence in speeds}) == 1 else formulas, strict=True))
 
 
@@ -106,12 +105,7 @@ def with_trades(chosen: Candidate, others: Sequence[Alternative]) -> tuple[Alter
     )
 
 
-def _trade(
-    mine: tuple[Prediction | Measurement, Prediction | Measurement],
-    theirs: tuple[Prediction | Measurement, Prediction | Measurement],
-    *,
-    verdict: Verdict,
-) -> str:
+def _trade(mine: Evidence, theirs: Evidence, *, verdict: Verdict) -> str:
     ratio = (theirs[1].tokens_per_s or 0.0) / (mine[1].tokens_per_s or math.inf)
     delta = theirs[0].peak_device_bytes - mine[0].peak_device_bytes
     change = percent(abs(ratio - 1))
@@ -154,7 +148,6 @@ class Plan:
 
     @property
     def subject(self) -> Candidate:
-        """The setup that the answer is about."""
         return self.chosen
 
 
@@ -173,5 +166,4 @@ class NoPlan:
 
     @property
     def subject(self) -> Candidate:
-        """The setup that the answer is about."""
         return self.nearest

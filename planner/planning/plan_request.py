@@ -35,15 +35,10 @@ class PlanRequest:
 
     Attributes:
         fixed: setup fields that are decided, name -> allowed values.
-        seq_len: tokens per sequence.
-        global_batch: sequences per optimizer step.
         memory_gib, headroom_gib: usable memory of a GPU, and the reserve in it that no plan may touch.
-        host_gib: memory of a machine.
-        min_rank: LoRA rank never falls below it.
         data: what is known of the data: its numbers, or what was read from a file.
         price: US dollars per GPU hour; spot: where none is given, of machines that may be taken back.
         goal: what a search maximizes.
-        targets, prefer, num_epochs, learning_rate, absent_packages: as `Workload` has them.
     """
 
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

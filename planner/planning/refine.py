@@ -11,7 +11,6 @@ from typing import Any
 from planner.core import notes as noted
 from planner.core.errors import SetupError
 from planner.core.units import gib, percent
-from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.planning.plan import Alternative, Answer, CorrectionKey, NoPlan, Plan, correction_key, with_trades
 from planner.setup import TrainSetup
@@ -114,7 +113,8 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         corrections[key] = max(ratio, corrections.get(key, 0.0)) if ratio > 1 else ratio
         if chosen.setup.num_gpus > 1 and ratio > 1:
             corrections[layout_correction_key(chosen.setup)] = ratio
-        if len(runs) >= max_runs - CAREFUL_RUNS and not any(_fits(plan.workload, runs[setup]) for setup in runs):
+        peaks = [run.peak_device_bytes * (1 + run.memory_band_fraction) for run in runs.values()]
+        if len(runs) >= max_runs - CAREFUL_RUNS and min(peaks) > plan.workload.budget_bytes:
             corrections[ANY_SETUP] = max(correction for correction in corrections.values() if correction < CANNOT_RUN)
         plan = plan_with(corrections)
     if failed and not runs and isinstance(plan, Plan):
@@ -183,10 +183,6 @@ def _with_run(candidate: Candidate, runs: Mapping[TrainSetup, Prediction]) -> Ca
     return candidate if prediction is None else replace(candidate, dry_run=prediction)
 
 
-def _fits(workload: Workload, prediction: Prediction) -> bool:
-    return prediction.peak_device_bytes * (1 + prediction.memory_band_fraction) <= workload.budget_bytes
-
-
 def _confirmed(plan: Plan, runs: Mapping[TrainSetup, Prediction]) -> Plan:
     ran = [_with_run(candidate, runs) for candidate in plan.ranked if candidate.setup in runs]
     for candidate in sorted(ran, key=lambda candidate: candidate.verdict != "fits"):
@@ -206,7 +202,7 @@ def _answers(
     peak = runs[first.setup].peak_device_bytes
     if chosen is None or chosen.setup not in runs:
         reason = f"the formula's choice needs {gib(peak)} in the dry run; nothing else fits"
-        return (Answer(question, "no", reason, needed_bytes=peak, budget_bytes=first.budget_bytes),)
+        return (Answer(question, "no", reason, peak, first.budget_bytes),)
     mine = runs[chosen.setup].peak_device_bytes
     if chosen.setup == first.setup:
         error = first.formula.peak_device_bytes / peak - 1
@@ -221,7 +217,7 @@ def _answers(
     else:
         choice = "a faster one fits"
         reason = f"the formula was too careful: this one needs {gib(mine)} in the dry run"
-    return (Answer(question, choice, reason, needed_bytes=mine, budget_bytes=chosen.budget_bytes),)
+    return (Answer(question, choice, reason, mine, chosen.budget_bytes),)
 
 
 def _untraced(plan: Plan | NoPlan, failure: ProbeFailure) -> Plan | NoPlan:

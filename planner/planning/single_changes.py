@@ -34,7 +34,13 @@ def single_changes(
     """
     tried: list[Tried] = [
         *_checkpointings(setup, reentrant=reentrant or STACKS[setup.stack].reentrant_checkpointing),
-        *_attentions(setup, gpu),
+        *_where(
+            (
+                setup.attention != "flash-attention-2" and gpu.flash_attention_2 and setup.compute_dtype != "fp32",
+                ("flash attention 2", {"attention": "flash-attention-2"}, False),
+            ),
+            (setup.attention == "eager", ("SDPA attention", {"attention": "sdpa"}, False)),
+        ),
         *_losses_and_kernels(setup, model),
         *(
             (f"{name} optimizer", {"optimizer": name}, False)
@@ -82,13 +88,9 @@ def _checkpointings(setup: TrainSetup, *, reentrant: bool) -> list[Tried]:
     return [change for change in changes if change[1]["checkpointing"] != setup.checkpointing]
 
 
-def _attentions(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
-    changes: list[Tried] = []
-    if setup.attention != "flash-attention-2" and gpu.flash_attention_2 and setup.compute_dtype != "fp32":
-        changes.append(("flash attention 2", {"attention": "flash-attention-2"}, False))
-    if setup.attention == "eager":
-        changes.append(("SDPA attention", {"attention": "sdpa"}, False))
-    return changes
+def _where(*rows: tuple[bool, Tried]) -> list[Tried]:
+    """The changes whose condition holds."""
+    return [change for holds, change in rows if holds]
 
 
 def _losses_and_kernels(setup: TrainSetup, model: ModelSpec) -> list[Tried]:
@@ -108,20 +110,15 @@ def _losses_and_kernels(setup: TrainSetup, model: ModelSpec) -> list[Tried]:
 
 
 def _weights(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
-    changes: list[Tried] = []
-    if setup.precision == "bf16-mixed" and setup.method != "full":
-        changes.append(("bf16 weights", {"precision": "bf16-autocast"}, False))
-    elif setup.precision == "bf16-mixed":
-        changes.append(("bf16 weights under autocast", {"precision": "bf16-autocast"}, True))
-    if setup.precision == "fp32" and gpu.bf16:
-        changes.append(("bf16 autocast", {"precision": "bf16-mixed"}, True))
-    if setup.method == "lora":
-        four = {"method": "qlora", "quantization": "nf4-double"}
-        dtype = {} if setup.adapter_dtype == "auto" else {"adapter_dtype": "fp32"}
-        changes.append(("4-bit base (QLoRA)", {**four, **dtype}, True))
-    if setup.quantization == "nf4":
-        changes.append(("double quantization", {"quantization": "nf4-double"}, True))
-    return changes
+    mixed, full, double = setup.precision == "bf16-mixed", setup.method == "full", {"quantization": "nf4-double"}
+    dtype = {} if setup.adapter_dtype == "auto" else {"adapter_dtype": "fp32"}
+    return _where(
+        (mixed and not full, ("bf16 weights", {"precision": "bf16-autocast"}, False)),
+        (mixed and full, ("bf16 weights under autocast", {"precision": "bf16-autocast"}, True)),
+        (setup.precision == "fp32" and gpu.bf16, ("bf16 autocast", {"precision": "bf16-mixed"}, True)),
+        (setup.method == "lora", ("4-bit base (QLoRA)", {"method": "qlora", **double, **dtype}, True)),
+        (setup.quantization == "nf4", ("double quantization", double, True)),
+    )
 
 
 def enough_alone(
@@ -144,16 +141,12 @@ def _layouts(setup: TrainSetup) -> list[Tried]:
         return []
     plain: dict[str, object] = {"shard_degree": 0, "reshard_after_forward": True, "offload": "none"}
     labels = {"ddp": "DDP (no sharding)", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
-    changes: list[Tried] = [
-        (label, {**plain, "parallel": parallel}, False)
-        for parallel, label in labels.items()
-        if parallel != setup.parallel
-    ]
-    if setup.offload != "none":
-        changes.append(("nothing in the host's memory", {"offload": "none"}, False))
-    elif setup.parallel in ("fsdp2", "zero3"):
-        changes.append(("weights and optimizer in the host's memory", {"offload": "parameters"}, False))
-    return changes
+    offloads, can = setup.offload != "none", setup.parallel in ("fsdp2", "zero3")
+    return _where(
+        *((name != setup.parallel, (label, {**plain, "parallel": name}, False)) for name, label in labels.items()),
+        (offloads, ("nothing in the host's memory", {"offload": "none"}, False)),
+        (not offloads and can, ("weights and optimizer in the host's memory", {"offload": "parameters"}, False)),
+    )
 
 
 def _batches(setup: TrainSetup) -> list[Tried]:

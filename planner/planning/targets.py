@@ -27,13 +27,7 @@ LAUNCHERS = ("accelerate", "deepspeed")
 
 @dataclass(frozen=True, kw_only=True)
 class TargetChoice:
-    """One launch target.
-
-    Attributes:
-        target: its name; `title` for people.
-        candidate: what is planned for it, None where nothing is.
-        refused: why nothing is.
-    """
+    """One launch target: what is planned for it, or why nothing is."""
 
     target: str
     title: str

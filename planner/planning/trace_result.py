@@ -16,11 +16,8 @@ _COUNTS = ("num_steps", "num_events", "peak_allocated_bytes", "peak_reserved_byt
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """The first request that the card refused.
-
-    Attributes:
-        line: "file:number" of the user's program, "" where only libraries ran.
-    """
+    """The first request that the card refused; `line`: "file:number" of the user's program, "" where only libraries
+    ran."""
 
     requested_bytes: int
     allocated_bytes: int
@@ -65,9 +62,6 @@ class TraceResult:
     Attributes:
         status: "done" (as many steps as asked), "ended" (by itself), "out of memory", "refused" (cannot be followed),
             "untraceable" (it fails on the phantom GPU alone) or "failed" (the program's own error).
-        error: what ended it, "" where nothing did.
-        num_steps: optimizer steps that ran.
-        phase_peaks_bytes: allocated peak of load, forward, backward, step and evaluation.
         by_category, by_module, by_line, by_code, by_op: what is alive at the peak, largest first; by the program's
             line, and by the innermost function that is not PyTorch's.
         questions: values that only a GPU knows and the program asked for: (what, line, how often).
@@ -105,7 +99,6 @@ class TraceResult:
 
     @property
     def peak_device_bytes(self) -> int:
-        """What the driver would show."""
         return self.peak_reserved_bytes + self.context_bytes
 
     def write(self, path: Path) -> None:
@@ -133,19 +126,11 @@ class TraceResult:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "TraceResult":
-        """From the JSON of `write`."""
 
-        def holdings(name: str) -> tuple[Holding, ...]:
-            return tuple(Holding(**holding) for holding in raw[name])
-
-        return cls(
-            **{
-                **raw,
-                **{name: holdings(name) for name in ("by_category", "by_module", "by_line", "by_code", "by_op")},
-                "refusal": None if raw["refusal"] is None else Refusal(**raw["refusal"]),
-                "notes": tuple(raw["notes"]),
-                "questions": tuple((what, line, times) for what, line, times in raw["questions"]),
-                "timeline": tuple((at, size, phase) for at, size, phase in raw["timeline"]),
-                "protection": None,
-            }
-        )
+        names = ("by_category", "by_module", "by_line", "by_code", "by_op")
+        values = raw | {name: tuple(Holding(**holding) for holding in raw[name]) for name in names}
+        values["refusal"] = None if raw["refusal"] is None else Refusal(**raw["refusal"])
+        values["notes"] = tuple(raw["notes"])
+        values["questions"] = tuple((what, line, times) for what, line, times in raw["questions"])
+        values["timeline"] = tuple((at, size, phase) for at, size, phase in raw["timeline"])
+        return cls(**values | {"protection": None})

@@ -23,11 +23,8 @@ Limit = Callable[[TrainSetup], int]
 
 
 class WalkedSetup(NamedTuple):
-    """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole.
-
-    Attributes:
-        beyond: how many setups beside it are counted here and not listed, because they do not fit.
-    """
+    """One walked setup in short: what was shared, what is its own, and its figures. `setup` builds the whole; `beyond`:
+    how many setups beside it are counted here and not listed, because they do not fit."""
 
     shared: TrainSetup
     attention: str
@@ -46,7 +43,6 @@ class WalkedSetup(NamedTuple):
 
     @property
     def setup(self) -> TrainSetup:
-        """The complete setup, validated."""
         return self.family.replace(micro_batch_seqs=self.micro_batch_seqs, accumulation_steps=self.accumulation_steps)
 
 
@@ -137,11 +133,13 @@ def _walk(
     outrun: set[int] = set()
     for run in cache.runs(workload, values, layouts):
         limit_bytes = limit(run.shared) - context if limit is not None else None
-        if run.rival is not None:
-            if not _fits(workload, cache, run.rival, limit_bytes):
+        if (rival := run.rival) is not None:
+            # where nothing limits them all fit
+            peaks = (cache.peaks(workload, rival, loss) for loss in rival.choices)
+            if limit_bytes is not None and not any(each.fit(limit_bytes) for each in peaks):
                 continue
             ends_are = run.ends is not None and {id(end) for end in run.ends} <= outrun
-            if ends_are or _dominated(speeds, run, run.rival):
+            if ends_are or _dominated(speeds, run, rival):
                 outrun.add(id(run))
                 continue
         branch = id(run.setup)
@@ -180,10 +178,6 @@ def _points(
             for index, (peak, speed) in enumerate(zip(listed, tokens_per_s, strict=True), 1):
                 more = beyond if index == len(listed) else 0
                 yield WalkedSetup(shared, attention, loss, optimizer, *pairs[index - 1], peak + context, speed, more)
-
-
-def _fits(workload: Workload, cache: WalkCache, run: SetupGroup, limit_bytes: int | None) -> bool:
-    return limit_bytes is None or any(cache.peaks(workload, run, loss).fit(limit_bytes) for loss in run.choices)
 
 
 def _dominated(speeds: _Speeds, run: SetupGroup, rival: SetupGroup) -> bool:

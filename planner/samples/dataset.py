@@ -48,7 +48,6 @@ class DatasetStats:
         num_samples: in the whole file; num_left_out: rows beside them that have nothing to learn.
         lengths_tokens: of the measured samples, ascending.
         answers_fraction: share of their tokens that answer; None where nothing is asked.
-        counted_with: what counted the tokens.
     """
 
     path: str
@@ -211,10 +210,9 @@ def measure(
         kind = kind or _kind(row, kinds, str(path))
         try:
             sample = sample_of(row, kind) if kind in SUPERVISED and kind in kinds else row
-        except KeyError as error:
-            raise _unlike(f"{path}: sample {number}", kind, f"no column {error}") from error
-        except DataError as error:
-            raise _unlike(f"{path}: sample {number}", kind, str(error)) from error
+        except (KeyError, DataError) as error:
+            why = f"no column {error}" if isinstance(error, KeyError) else str(error)
+            raise _unlike(f"{path}: sample {number}", kind, why) from error
         if sample is None:
             left_out += 1
             continue
@@ -239,9 +237,8 @@ def measure(
 
 def _unlike(where: str, kind: str, why: str) -> ConfigError:
     content = {"messages": "question with an answer", "text": "text"}.get(kind, f"{kind} columns")
-    return ConfigError(
-        f"{where} has no {content}: {why}", hint="--columns question=NAME,answer=NAME says which columns"
-    )
+    hint = "--columns question=NAME,answer=NAME says which columns"
+    return ConfigError(f"{where} has no {content}: {why}", hint=hint)
 
 
 def _rows(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:

@@ -18,11 +18,9 @@ class OverLengths:
     """Memory over micro-batches of a shuffled epoch, each padded to its longest sample.
 
     Attributes:
-        source: where the lengths come from, in words.
         num_micro_batches: that were replayed, the epoch's longest among them.
-        num_lengths: different padded lengths among them; `shortest_tokens`, `longest_tokens`: the extremes.
+        num_lengths: different padded lengths among them.
         rounded: whether lengths were rounded up to few, as the step's events do not follow from the length by formula.
-        peak_allocated_bytes: over all of them.
         peak_reserved_bytes: without a limit, starting from an empty card.
         constant_reserved_bytes: where every micro-batch has the longest length.
         num_retries: how often PyTorch gives cached memory back within the card's limit; None where it runs out.

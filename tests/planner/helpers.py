@@ -12,7 +12,7 @@ from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES, LossChain, LossShape
 from planner.planning.answer import plan_workload
 from planner.planning.groups import WalkCache
-from planner.planning.plan import Plan
+from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 
 
@@ -29,11 +29,18 @@ def plan_request(model: str = "Qwen/Qwen2.5-1.5B", gpu: str = "rtx-4090", **opti
     return PlanRequest(**options).workload(loaded(model), find_gpu(gpu), cluster)
 
 
-def planned(workload: Workload) -> Plan:
-    """The plan for a workload that has one."""
-    plan = plan_workload(workload)
+def planned(workload: Workload, *given: Any, **options: Any) -> Plan:
+    """The plan of a workload for which something fits."""
+    plan = plan_workload(workload, *given, **options)
     assert isinstance(plan, Plan)
     return plan
+
+
+def refusal_of(workload: Workload, *given: Any) -> NoPlan:
+    """The answer to a workload for which nothing fits."""
+    answer = plan_workload(workload, *given)
+    assert isinstance(answer, NoPlan)
+    return answer
 
 
 def known_of(workload: Workload) -> WalkCache:

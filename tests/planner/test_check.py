@@ -4,6 +4,7 @@ import io
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,21 @@ FILES = {
     "unsloth.yaml": UNSLOTH,
     "train.py": SCRIPT,
 }
+
+
+Checked = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Checked:
+    """(exit code, what is printed, what is said beside it) of the command for a file of this text."""
+
+    def answer(text: str, *options: str, name: str = "trl.yaml", gpu: str = "rtx-4090") -> tuple[int, str, str]:
+        (tmp_path / name).write_text(text)
+        code = run(["check", str(tmp_path / name), "--gpu", gpu, "--no-dry-run", *options])
+        return code, *capsys.readouterr()
+
+    return answer
 
 
 def prediction_of(setup: TrainSetup) -> Prediction:
@@ -246,47 +262,33 @@ def test_fix_edits_json_in_place() -> None:
     assert fixed.startswith('{\n  "train_micro_batch_size_per_gpu": 2,\n  "zero')
 
 
-@pytest.mark.parametrize(
-    ("memory_gib", "code"), [("2000", 0), ("4", 1)], ids=["fits", "does not fit"]
-)  # fmt: skip
+@pytest.mark.parametrize(("memory_gib", "code"), [("2000", 0), ("4", 1)], ids=["fits", "does not fit"])
 def test_the_command_answers_with_exit_codes_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], memory_gib: str, code: int
+    tmp_path: Path, checked: Checked, memory_gib: str, code: int
 ) -> None:
-    file = tmp_path / "trl.yaml"
-    file.write_text(TRL)
-    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--memory-gib", memory_gib]
-    words += ["--fix", "--json=full"]
-    assert run(words) == code
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["exit_code"] == code
+    exit_code, out, _ = checked(TRL, "--memory-gib", memory_gib, "--fix", "--json=full")
+    answer = json.loads(out)
+    assert exit_code == answer["exit_code"] == code
     assert answer["setup"]["micro_batch_seqs"] == 16
-    assert file.read_text() == TRL
+    assert (tmp_path / "trl.yaml").read_text() == TRL
     if answer["fix"]["path"]:
         assert Path(answer["fix"]["path"]) == tmp_path / "trl.fixed.yaml"
         assert "# too much" in (tmp_path / "trl.fixed.yaml").read_text()
 
 
-def test_the_command_is_uncertain_inside_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "trl.yaml"
-    file.write_text(TRL)
+def test_the_command_is_uncertain_inside_the_band(checked: Checked) -> None:
     peak = prediction_of(read_text(TRL, "trl.yaml", model=MODEL).setup).peak_device_bytes
-    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--headroom", "0"]
-    assert run([*words, "--memory-gib", str(1.02 * peak / GIB)]) == 3
-    assert "may or may not fit" in capsys.readouterr().out
+    code, out, _ = checked(TRL, "--headroom", "0", "--memory-gib", str(1.02 * peak / GIB))
+    assert (code, "may or may not fit" in out) == (3, True)
 
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_the_command_says_each_fact_in_a_line_of_its_own_and_the_file_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+    checked: Checked, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    file = tmp_path / "trl.yaml"
-    file.write_text(TRL)
     monkeypatch.setenv("COLUMNS", str(width))
-    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run"]
-    run([*words, "--json=full"])
-    origins = json.loads(capsys.readouterr().out)["origins"]
-    run(words)
-    shown = capsys.readouterr().out
+    origins = json.loads(checked(TRL, "--json=full")[1])["origins"]
+    shown = checked(TRL)[1]
     lines = shown.splitlines()
     assert max(map(len, lines)) <= width
     assert shown.count("trl.yaml") == 1
@@ -299,13 +301,9 @@ def test_the_command_says_each_fact_in_a_line_of_its_own_and_the_file_once(
 
 
 @pytest.mark.parametrize("text", ["{}", "a: [", "!!python/object/apply:os.system ['true']", "- 1"])
-def test_the_command_says_2_for_what_it_cannot_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text(text)
-    assert run(["check", str(file), "--gpu", "rtx-4090"]) == 2
-    assert "error:" in capsys.readouterr().err
+def test_the_command_says_2_for_what_it_cannot_read(checked: Checked, text: str) -> None:
+    code, _, err = checked(text)
+    assert (code, "error:" in err) == (2, True)
 
 
 def test_configs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,78 +335,62 @@ def test_fix_works_under_an_accelerate_config(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "trl-sft.fixed.yaml").exists()
 
 
-def test_fix_says_by_hand_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fix_says_by_hand_what_it_cannot_write(tmp_path: Path, checked: Checked) -> None:
     """A launch whose flag is a variable is not rewritten: the answer stands, with the settings to change and where."""
-    script = tmp_path / "run.sh"
-    script.write_text(
+    script = (
         "SIZE=64\nllamafactory-cli train --stage sft --do_train True --model_name_or_path Qwen/Qwen2.5-0.5B "
         "--cutoff_len 2048 --finetuning_type lora --per_device_train_batch_size $SIZE --bf16 true\n"
     )
-    words = ["check", str(script), "--gpu", "rtx-4090", "--no-dry-run", "--fix", "--memory-gib", "8"]
-    assert run([*words, "--json=full"]) == 1
-    fix = json.loads(capsys.readouterr().out)["fix"]
+    code, out, _ = checked(script, "--fix", "--memory-gib", "8", "--json=full", name="run.sh")
+    fix = json.loads(out)["fix"]
+    assert code == 1
     assert (fix["path"], fix["diff"]) == (None, [])
     assert "stands in no one place" in fix["refused"]
     assert any(line.startswith("per_device_train_batch_size: ") for line in fix["by_hand"])
-    run(words)
-    assert "nothing written: run.sh" in capsys.readouterr().out
+    assert "nothing written: run.sh" in checked(script, "--fix", "--memory-gib", "8", name="run.sh")[1]
     assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
 
 
-def test_fix_says_what_the_written_file_needs_that_the_old_one_did_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "trl.yaml"
-    file.write_text(
+def test_fix_says_what_the_written_file_needs_that_the_old_one_did_not(checked: Checked) -> None:
+    text = (
         "model_name_or_path: Qwen/Qwen2.5-1.5B\nmax_length: 1024\nper_device_train_batch_size: 1\nbf16: true\n"
         "gradient_checkpointing: true\nloss_type: chunked_nll\n"
     )
-    words = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--fix", "--memory-gib", "9"]
-    run([*words, "--json=full"])
-    fix = json.loads(capsys.readouterr().out)["fix"]
-    assert fix["changes"][-1] == "paged-adamw-8bit optimizer"
-    assert fix["needs"] == ["bitsandbytes"]
-    run(words)
-    assert "needs, where it runs: pip install bitsandbytes" in capsys.readouterr().out
+    fix = json.loads(checked(text, "--fix", "--memory-gib", "9", "--json=full")[1])["fix"]
+    assert (fix["changes"][-1], fix["needs"]) == ("paged-adamw-8bit optimizer", ["bitsandbytes"])
+    assert "needs, where it runs: pip install bitsandbytes" in checked(text, "--fix", "--memory-gib", "9")[1]
 
 
 @pytest.mark.parametrize(("name", "command"), [("my loop.py", "python '{}'"), ("loop.py", "python {}")])
 def test_what_cannot_be_read_is_sent_to_a_command_that_runs_as_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
+    tmp_path: Path, checked: Checked, name: str, command: str
 ) -> None:
-    file = tmp_path / name
-    file.write_text(
+    text = (
         "import torch\nfrom transformers import AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-0.5B')\n"
         "optimizer = torch.optim.AdamW(model.parameters())\nfor batch in batches:\n"
         "    model(**batch).loss.backward()\n    optimizer.step()\n"
     )
-    assert run(["check", str(file), "--gpu", "RTX 4090", "--no-dry-run"]) == 2
-    assert f"plan trace --gpu rtx-4090 -- {command.format(file)} runs it" in capsys.readouterr().err
+    code, _, err = checked(text, name=name, gpu="RTX 4090")
+    assert code == 2
+    assert f"plan trace --gpu rtx-4090 -- {command.format(tmp_path / name)} runs it" in err
 
 
-def test_the_model_that_was_planned_for_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "trl.yaml"
-    file.write_text(TRL)
-    command = ["check", str(file), "--gpu", "rtx-4090", "--no-dry-run", "--model", "Qwen/Qwen2.5-0.5B"]
-    run([*command, "--json=full"])
-    document = json.loads(capsys.readouterr().out)
+def test_the_model_that_was_planned_for_is_shown(checked: Checked) -> None:
+    document = json.loads(checked(TRL, "--model", "Qwen/Qwen2.5-0.5B", "--json=full")[1])
     assert document["model"] == "Qwen/Qwen2.5-0.5B"
     assert any("the file names Qwen/Qwen2.5-1.5B" in sentence for sentence in document["assumptions"])
-    run(command)
-    assert "Qwen/Qwen2.5-0.5B on GeForce RTX 4090" in capsys.readouterr().out
+    assert "Qwen/Qwen2.5-0.5B on GeForce RTX 4090" in checked(TRL, "--model", "Qwen/Qwen2.5-0.5B")[1]
 
 
-def test_the_processes_of_a_launch_config_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_processes_of_a_launch_config_count(tmp_path: Path, checked: Checked) -> None:
     """The links are those of its GPUs, and another number of GPUs on the command line is not dropped in silence."""
-    file, launch = tmp_path / "trl.yaml", tmp_path / "launch.yaml"
-    file.write_text(TRL)
+    launch, speeds = tmp_path / "launch.yaml", []
     launch.write_text("distributed_type: MULTI_GPU\nnum_processes: 16\nmixed_precision: bf16\n")
-    command = ["check", str(file), "--gpu", "a100-80gb", "--no-dry-run", "--json=full", "--accelerate", str(launch)]
-    speeds = []
     for more in (["--gpus", "4"], ["--nodes", "2"], ["--nodes", "2", "--interconnect", "ethernet-10"]):
-        assert run([*command, *more]) in (0, 1, 3)
-        document = json.loads(capsys.readouterr().out)
+        code, out, _ = checked(TRL, "--json=full", "--accelerate", str(launch), *more, gpu="a100-80gb")
+        assert code in (0, 1, 3)
+        document = json.loads(out)
         assert document["setup"]["num_gpus"] == 16
         assert any("--gpus 4 is not followed" in assumption for assumption in document["assumptions"]) == (
             "--gpus" in more
@@ -597,12 +579,8 @@ def test_the_speed_of_a_change_is_corrected_as_the_config_s_own_is(monkeypatch: 
 
 
 @pytest.mark.parametrize(("package", "noted"), [("accelerate==1.2", True), ("peft==0.9", True), ("trl==0.20", False)])
-def test_a_version_that_nothing_hangs_on_is_said_to(
-    package: str, noted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "trl.yaml").write_text(TRL)
-    run(["check", str(tmp_path / "trl.yaml"), "--gpu", "rtx-4090", "--no-dry-run", "--json=full", "--assume", package])
-    assumptions = json.loads(capsys.readouterr().out)["assumptions"]
+def test_a_version_that_nothing_hangs_on_is_said_to(package: str, noted: bool, checked: Checked) -> None:
+    assumptions = json.loads(checked(TRL, "--json=full", "--assume", package)[1])["assumptions"]
     assert any("nothing that is read here" in assumption for assumption in assumptions) == noted
 
 
@@ -614,32 +592,27 @@ PREFIX = (
 
 
 @pytest.mark.parametrize(("on", "code"), [(True, 1), (False, 0)])
-def test_prefix_tuning_does_not_run_under_gradient_checkpointing(
-    on: bool, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prefix_tuning_does_not_run_under_gradient_checkpointing(on: bool, code: int, checked: Checked) -> None:
     """peft 0.21 peft_model.py add_adapter; by TRL 1.16, which switches it on later, transformers' mask is of another
     length than its keys (tried on a CPU)."""
-    (tmp_path / "prefix.py").write_text(PREFIX.format(on))
-    assert run(["check", str(tmp_path / "prefix.py"), "--gpu", "h100-sxm", "--no-dry-run"]) == code
-    out = capsys.readouterr().out
-    assert ("cannot run" in out, "virtual tokens  8" in out, "targets" in out) == (on, True, False)
+    exit_code, out, _ = checked(PREFIX.format(on), name="prefix.py", gpu="h100-sxm")
+    assert (exit_code, "cannot run" in out, "virtual tokens  8" in out, "targets" in out) == (code, on, True, False)
 
 
 @pytest.mark.parametrize(
     ("gpu", "code", "said"), [("h100-sxm", 0, "its gradients are wrong"), ("a100-80gb", 1, "this cannot run")]
 )
 def test_what_cannot_run_does_not_fit_and_wrong_gradients_are_said_first(
-    gpu: str, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpu: str, code: int, said: str, checked: Checked
 ) -> None:
     """gpt_oss gets vllm-flash-attn3 for any flash attention: on Hopper it runs, and its sinks get no gradient."""
-    file = tmp_path / "a.yaml"
-    file.write_text(
+    file = (
         "base_model: openai/gpt-oss-20b\nmodel_quantization_config: Mxfp4Config\nadapter: lora\nlora_r: 8\n"
         "lora_target_modules: [q_proj]\ndatasets: [{path: a/b, type: alpaca}]\nsequence_len: 512\n"
         "micro_batch_size: 1\nbf16: true\nattn_implementation: kernels-community/vllm-flash-attn3\n"
     )
-    assert run(["check", str(file), "--gpu", gpu, "--no-dry-run"]) == code
-    text = capsys.readouterr().out
+    exit_code, text, _ = checked(file, name="a.yaml", gpu=gpu)
+    assert exit_code == code
     assert text.splitlines()[1].startswith("cannot run" if code else "fits")
     assert text.partition("Notes\n")[2].strip().startswith(f"· {said}")
 

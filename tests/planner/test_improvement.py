@@ -4,6 +4,7 @@ import ast
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from planner.core.errors import ConfigError
 from planner.core.units import GIB, gib
 from planner.frameworks.readers import read_config, read_text
 from planner.frameworks.readers.objectives import CONFIGS
+from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.tools import changed_fields
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -49,6 +51,16 @@ def judged(text: str, budget_gib: float, name: str = "trl.yaml") -> CheckResult:
 
 def improved(result: CheckResult) -> Improved:
     return improve(result, MODEL, predicted)
+
+
+def to(setup: TrainSetup) -> Improved:
+    """The change to a setup that is known to fit."""
+    return Improved(setup=setup, labels=("x",), after=predicted(setup), verdict=Verdict.FITS)
+
+
+def written_to(file: Path, config: ReadConfig, **fields: Any) -> dict[Path, str]:
+    """The files of a config with these fields of its setup."""
+    return fixed_files(file, config, to(config.setup.replace(**fields)), MODEL).texts
 
 
 BUDGETS_GIB = (70, 24, 12, 9, 5.5, 4.5, 3.2, 2.6, 2.2)
@@ -169,8 +181,7 @@ def test_a_change_carries_only_what_the_versions_of_the_file_know(more: str) -> 
     written = set()
     for _, after, _ in single_changes(config.setup, GPU, MODEL):
         if config.allows(after, in_place=True):
-            improvement = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
-            written |= set(edits_of(config, improvement))
+            written |= set(edits_of(config, to(after)))
     assert written
     assert not written & set(config.lacks)
     assert not old or not {"activation_checkpointing", "liger_kernel_config"} & written
@@ -201,13 +212,9 @@ def test_what_liger_does_by_itself_needs_no_dictionary(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "run.sh").write_text("python train.py --output_dir out --bf16 true\n")
     config = read_config(tmp_path / "run.sh", model=MODEL)
-    whole = config.setup.replace(kernels="liger", loss="liger")
-    assert config.allows(whole, in_place=True)
-    improvement = Improved(setup=whole, labels=("x",), after=predicted(whole), verdict=Verdict.FITS)
-    assert (
-        "out --use_liger_kernel True --bf16"
-        in fixed_files(tmp_path / "run.sh", config, improvement, MODEL).texts[tmp_path / "run.sh"]
-    )
+    assert config.allows(config.setup.replace(kernels="liger", loss="liger"), in_place=True)
+    written = written_to(tmp_path / "run.sh", config, kernels="liger", loss="liger")
+    assert "out --use_liger_kernel True --bf16" in written[tmp_path / "run.sh"]
 
 
 def test_a_file_takes_the_dictionary() -> None:
@@ -220,9 +227,7 @@ def test_a_word_that_the_program_does_not_take_goes_into_its_call(tmp_path: Path
     program.write_text(OWN_WORDS)
     file.write_text("python train.py --per_device_train_batch_size 4\n")
     config = read_config(file)
-    after = config.setup.replace(checkpointing=1)
-    improvement = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
-    written = fixed_files(file, config, improvement, MODEL).texts
+    written = written_to(file, config, checkpointing=1)
     assert written[file] == "python train.fixed.py --per_device_train_batch_size 4\n"
     assert "activation_checkpointing=True" in written[program]
 
@@ -263,9 +268,7 @@ def test_a_value_is_changed_where_it_is_written(name: str, tmp_path: Path) -> No
     file = tmp_path / "t.py"
     file.write_text(HEAD + before + LOAD + CALL.format(batch=batch, steps=steps, more="bf16=True"))
     config = read_config(file, model=MODEL)
-    after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
-    improvement = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
-    text = fixed_files(file, config, improvement, MODEL).texts[file]
+    text = written_to(file, config, micro_batch_seqs=4, accumulation_steps=4)[file]
     ast.parse(text)
     changed = [line for line in text.splitlines() if line not in file.read_text().splitlines()]
     assert len(changed) == (1 if name == "in the call" else 2)
@@ -278,10 +281,8 @@ def test_no_literal_makes_an_option_dead(before: str, tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('{"b": 4}')
     file.write_text(HEAD + before + LOAD + CALL.format(batch="B", steps=2, more="bf16=True"))
     config = read_config(file, model=MODEL)
-    after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
-    improvement = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
     with pytest.raises(ConfigError, match="no literal in the call") as caught:
-        fixed_files(file, config, improvement, MODEL).texts[file]
+        written_to(file, config, micro_batch_seqs=4, accumulation_steps=4)
     assert "where it is set" in caught.value.hint
 
 
@@ -290,13 +291,10 @@ def test_what_follows_from_another_value_is_left_as_it_is(steps: str, tmp_path: 
     file = tmp_path / "t.py"
     file.write_text("import os\n" + HEAD + "B = 8\n" + LOAD + CALL.format(batch="B", steps=steps, more="bf16=True"))
     config = read_config(file, model=MODEL)
-    after = config.setup.replace(micro_batch_seqs=4, accumulation_steps=4)
-    improvement = Improved(setup=after, labels=("x",), after=predicted(after), verdict=Verdict.FITS)
-    text = fixed_files(file, config, improvement, MODEL).texts[file]
+    text = written_to(file, config, micro_batch_seqs=4, accumulation_steps=4)[file]
     assert text == file.read_text().replace("B = 8", "B = 4")
-    other = replace(improvement, setup=config.setup.replace(accumulation_steps=3))
     with pytest.raises(ConfigError, match="computed in the call"):
-        fixed_files(file, config, other, MODEL).texts[file]
+        written_to(file, config, accumulation_steps=3)
 
 
 @pytest.mark.parametrize(
@@ -307,25 +305,15 @@ def test_a_file_that_does_not_fit_is_never_written(
 ) -> None:
     """Full fine-tuning of 1.5B: weights, gradients and 8-bit states take more than 7; adapters fit, by a command."""
     (tmp_path / "t.py").write_text(HEAD + LOAD + CALL.format(batch=8, steps=2, more="bf16=True"))
-    run(
-        [
-            "check",
-            str(tmp_path / "t.py"),
-            "--gpu",
-            "rtx-4090",
-            "--no-dry-run",
-            "--fix",
-            "--json=full",
-            "--memory-gib",
-            memory_gib,
-        ]
-    )
+    command = ["check", str(tmp_path / "t.py"), "--gpu", "rtx-4090", "--no-dry-run"]
+    command += ["--fix", "--memory-gib", memory_gib]
+    run([*command, "--json=full"])
     fix = json.loads(capsys.readouterr().out)["fix"]
     assert (fix["path"] is not None) == (tmp_path / "t.fixed.py").exists() == written
     assert (f"--method {method} " in fix["command"]) if method else not fix["command"]
     assert not method or f"--memory-gib {memory_gib} " in fix["command"]
     assert not written or fix["verdict"] == "fits"
-    run(["check", str(tmp_path / "t.py"), "--gpu", "rtx-4090", "--no-dry-run", "--fix", "--memory-gib", memory_gib])
+    run(command)
     shown = f"(fits: {gib(fix['peak_device_bytes'])}, about {fix['tokens_per_s']:,.0f} tokens/s)"
     assert (shown in " ".join(capsys.readouterr().out.split())) == written
 
@@ -333,19 +321,11 @@ def test_a_file_that_does_not_fit_is_never_written(
 def test_four_bits_at_the_full_length_come_before_a_shorter_one() -> None:
     result = judged(LORA.replace("per_device_train_batch_size: 8", "per_device_train_batch_size: 1"), 3.9)
     improvement = improved(result)
-    assert (improvement.setup.method, improvement.setup.seq_len_tokens, improvement.needs_new_file) == (
-        "qlora",
-        4096,
-        False,
-    )
-    program = (
-        HEAD
-        + LOAD
-        + "from peft import LoraConfig\n"
-        + CALL.format(batch=1, steps=2, more="bf16=True")
-        .replace("model, args", "model, peft_config=LoraConfig(r=32), args")
-        .replace("2048", "4096")
-    )
+    setup = improvement.setup
+    assert (setup.method, setup.seq_len_tokens, improvement.needs_new_file) == ("qlora", 4096, False)
+    call = CALL.format(batch=1, steps=2, more="bf16=True").replace("2048", "4096")
+    call = call.replace("model, args", "model, peft_config=LoraConfig(r=32), args")
+    program = f"{HEAD}{LOAD}from peft import LoraConfig\n{call}"
     other = improved(judged(program, 3.9, "t.py"))
     assert (other.setup.method, other.needs_new_file) == ("qlora", True)  # a program's loading is not changed
     assert replace(other, needs_new_file=False).labels
@@ -359,10 +339,8 @@ def test_the_arguments_of_every_objective_are_changed_in_place(config: str, tmp_
     text += f"{config.removesuffix('Config')}Trainer(model=model, args=args, train_dataset=data).train()\n"
     (tmp_path / "t.py").write_text(text)
     config_read = read_config(tmp_path / "t.py")
-    before = config_read.setup
-    halved = before.replace(micro_batch_seqs=before.micro_batch_seqs // 2, accumulation_steps=2)
-    improvement = Improved(setup=halved, labels=("",), after=predicted(TrainSetup()), verdict=Verdict.FITS)
-    written = fixed_files(tmp_path / "t.py", config_read, improvement, MODEL).texts[tmp_path / "t.py"]
+    halved = replace(to(TrainSetup()), setup=config_read.setup.replace(micro_batch_seqs=4, accumulation_steps=2))
+    written = fixed_files(tmp_path / "t.py", config_read, halved, MODEL).texts[tmp_path / "t.py"]
     assert "per_device_train_batch_size=4, gradient_accumulation_steps=2" in written
 
 
@@ -389,11 +367,8 @@ def ended(more: str, budget_gib: float) -> tuple[CheckResult, Improved]:
 def test_checkpointing_of_an_older_version_is_one_setting(old: str) -> None:
     result, improvement = ended(f"{old}, optim='adamw_torch', use_liger_kernel=True", 8)
     assert result.verdict is not Verdict.FITS
-    assert (improvement.labels, improvement.verdict, improvement.needs_new_file) == (
-        ("checkpoint every layer",),
-        Verdict.FITS,
-        False,
-    )
+    assert (improvement.labels, improvement.verdict) == (("checkpoint every layer",), Verdict.FITS)
+    assert not improvement.needs_new_file
     assert improvement.setup.reentrant_checkpointing
     assert edits_of(result.config, improvement) == {"gradient_checkpointing": True}
 

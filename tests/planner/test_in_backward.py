@@ -8,11 +8,9 @@ from planner.frameworks.exporters import EXPORTERS, TARGETS
 from planner.frameworks.readers import read_text
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.planning.answer import plan_workload
-from planner.planning.plan import NoPlan, Plan
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import plan_request, planned, refusal_of
 from tests.planner.launch_sweep import request
 
 STACK = "torchtune-in-bwd"
@@ -62,17 +60,14 @@ ANOTHERS = ("torchtune's own model code is counted as transformers'",)
 
 def test_a_24_gb_card_trains_8b_whole() -> None:
     workload = plan_request(LLAMA, "rtx-4090", fixed=WHOLE, targets=(STACK,), global_batch=2)
-    plan = plan_workload(workload, explained=False)
-    assert isinstance(plan, Plan)
+    plan = planned(workload, explained=False)
     assert plan.chosen.setup == setup_of(expandable_segments=True)
     assert TARGETS[STACK].expresses(plan.chosen.setup, catalogue.load(LLAMA), find_gpu("rtx-4090"))
 
 
 def test_a_refusal_and_a_plan_with_sgd_name_it() -> None:
-    refused = plan_workload(plan_request(LLAMA, "rtx-4090", fixed=WHOLE))
-    assert isinstance(refused, NoPlan)
+    refused = refusal_of(plan_request(LLAMA, "rtx-4090", fixed=WHOLE))
     assert any(remedy.action.startswith(f"--target {STACK} --global-batch 2: ") for remedy in refused.remedies)
-    plan = plan_workload(plan_request(LLAMA, "rtx-4090", fixed=WHOLE, host_gib=64), explained=False)
-    assert isinstance(plan, Plan)
+    plan = planned(plan_request(LLAMA, "rtx-4090", fixed=WHOLE, host_gib=64), explained=False)
     assert plan.chosen.setup.optimizer == "sgd"
     assert plan.notes[0].startswith("SGD: AdamW's states have no room in the host; --target torchtune-in-bwd")

@@ -8,28 +8,25 @@ from planner.hardware.gpus import find_gpu
 from planner.options.images import Images
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan, Plan
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import plan_request, refusal_of
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
 
 def test_another_method_at_a_shorter_length() -> None:
     """LoRA's weights alone are more than the card, and 4 bits do not fit at 65,536 tokens either."""
-    refused = plan_workload(plan_request(LLAMA, "rtx-3060", fixed={"method": ("lora",)}, seq_len=65536))
-    assert isinstance(refused, NoPlan)
+    refused = refusal_of(plan_request(LLAMA, "rtx-3060", fixed={"method": ("lora",)}, seq_len=65536))
     assert refused.remedies[0].action == "leave --method out, --seq-len 16384: 4-bit QLoRA fits"
 
 
 def test_smaller_pictures() -> None:
     pictures = {"images": (Images(width=4096, height=4096),)}
-    refused = plan_workload(plan_request("Qwen/Qwen2.5-VL-7B-Instruct", "rtx-3060", fixed=pictures))
-    assert isinstance(refused, NoPlan)
+    refused = refusal_of(plan_request("Qwen/Qwen2.5-VL-7B-Instruct", "rtx-3060", fixed=pictures))
     assert refused.remedies[0].action == "--image-size 1024x1024: 4-bit QLoRA fits"
 
 
 def test_the_same_card_with_more_memory() -> None:
-    refused = plan_workload(plan_request("Qwen/Qwen3-8B", "apple-m3"))
-    assert isinstance(refused, NoPlan)
+    refused = refusal_of(plan_request("Qwen/Qwen3-8B", "apple-m3"))
     assert refused.remedies[0].action == "--gpu apple-m3-16gb"
     assert isinstance(plan_workload(plan_request("Qwen/Qwen3-8B", "apple-m3-16gb"), explained=False), Plan)
 
@@ -46,8 +43,7 @@ def test_a_host_that_holds_the_states() -> None:
 def test_the_smallest_host_of_several_gpus() -> None:
     """Before: the host of the first spread looked at, 134.6 GiB."""
     arguments = {"fixed": {"method": ("full",)}, "cluster": make_cluster(find_gpu("rtx-4090"), 2)}
-    refused = plan_workload(plan_request(LLAMA, "rtx-4090", host_gib=64, **arguments))
-    assert isinstance(refused, NoPlan)
+    refused = refusal_of(plan_request(LLAMA, "rtx-4090", host_gib=64, **arguments))
     larger = [remedy.action for remedy in refused.remedies if remedy.action.startswith("--host-memory")]
     assert larger == ["--host-memory 67: --offload parameters fits with 59.83 GiB in every node's host"]
     assert isinstance(plan_workload(plan_request(LLAMA, "rtx-4090", host_gib=67, **arguments), explained=False), Plan)

@@ -20,7 +20,7 @@ from planner.planning.plan_request import PlanRequest
 from planner.planning.space import dimension_values, planned_values
 from planner.planning.walk import walk
 from reports.text import memory_sentence
-from tests.planner.helpers import known_of
+from tests.planner.helpers import known_of, planned
 
 
 def plan_request(model: str, gpu: str, **options: object) -> Workload:
@@ -29,9 +29,7 @@ def plan_request(model: str, gpu: str, **options: object) -> Workload:
 
 def chosen(model: str, gpu: str, **options: object) -> Plan:
     workload = plan_request(model, gpu, **options)
-    plan = plan_workload(workload, cache=known_of(workload))
-    assert isinstance(plan, Plan)
-    return plan
+    return planned(workload, cache=known_of(workload))
 
 
 def fastest_of(workload: Workload, node: str) -> float:
@@ -80,7 +78,9 @@ def test_a_lora_that_fits_is_not_quantized_for_a_prediction() -> None:
     ("model", "gpu"), [("meta-llama/Llama-3.1-8B", "h200"), ("meta-llama/Llama-3.2-1B", "rtx-4070-ti-super")]
 )
 def test_full_fine_tuning_is_for_who_asks_or_whose_data_needs_it(model: str, gpu: str) -> None:
-    assert chosen(model, gpu).chosen.setup.method == "lora"
+    plain = chosen(model, gpu)
+    assert plain.chosen.setup.method == "lora"
+    assert any(each.candidate.setup.method == "full" for each in plain.alternatives)
     assert chosen(model, gpu, fixed={"method": ("full",)}).chosen.setup.method == "full"
     assert chosen(model, gpu, data=Data(epoch_tokens=20_000_000_000)).chosen.setup.method == "full"
 
@@ -118,8 +118,7 @@ def test_a_tight_fit_does_not_win() -> None:
     what surely fits is taken, and the faster one stands beside it as tight. A dry run that confirms it brings it back.
     """
     workload = plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", memory_gib=23)
-    plan = plan_workload(workload)
-    assert isinstance(plan, Plan)
+    plan = planned(workload)
     assert plan.chosen.verdict == "fits"
     tight = next(alternative for alternative in plan.alternatives if alternative.label == "tight")
     assert (tight.candidate.verdict, tight.candidate.setup.method) == ("tight", "lora")
@@ -131,8 +130,7 @@ def test_a_tight_fit_does_not_win() -> None:
     assert isinstance(hoped, Plan)
     assert hoped.chosen.setup == tight.candidate.setup
     for ratio, taken in ((0.985, True), (1.05, False)):
-        ran = plan_workload(workload, {correction_key(tight.candidate.setup): ratio})
-        assert isinstance(ran, Plan)
+        ran = planned(workload, {correction_key(tight.candidate.setup): ratio})
         assert (ran.chosen.setup.checkpointing == tight.candidate.setup.checkpointing) is taken
 
 
@@ -183,8 +181,7 @@ def test_rank_is_never_below_16_for_small_data() -> None:
 def test_the_choice_is_nearly_the_fastest_of_its_class() -> None:
     for model, gpu in (("Qwen/Qwen2.5-0.5B", "t4"), ("Qwen/Qwen2.5-7B", "a100-80gb")):
         workload = plan_request(model, gpu)
-        plan = plan_workload(workload)
-        assert isinstance(plan, Plan)
+        plan = planned(workload)
         fastest = fastest_of(workload, node_of_setup(plan.chosen.setup))
         assert plan.chosen.tokens_per_s >= fastest * (1 - PREFERENCE_FRACTION)
 
@@ -195,8 +192,7 @@ def test_who_asks_for_speed_gets_the_fastest_that_surely_fits() -> None:
     for prefer in ("quality", "speed"):
         fixed = {"method": ("lora",), "kernels": ("liger", "eager")}
         workload = plan_request("meta-llama/Llama-3.2-1B", "rtx-4060-ti-16gb", prefer=prefer, fixed=fixed)
-        plan = plan_workload(workload)
-        assert isinstance(plan, Plan)
+        plan = planned(workload)
         speeds[prefer] = plan.chosen.formula.tokens_per_s or 0.0
     best = fastest_of(workload, "lora")
     assert speeds["speed"] == pytest.approx(best, rel=1e-9)

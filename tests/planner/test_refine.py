@@ -14,24 +14,16 @@ from planner.planning.predict import predict
 from planner.planning.refine import MAX_DRY_RUNS, DryRun, PlanWith, exact_bytes, refine
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import plan_request, planned, refusal_of
 
 
-def dry_run_with(workload: Workload, ratio: Callable[[TrainSetup], float], log: list[TrainSetup]):  # type: ignore[no-untyped-def]
-    """A dry run that finds the formula off by a known ratio."""
+def with_peak(formula: Prediction, peak_device_bytes: int) -> Prediction:
+    """A dry run that finds another peak than the formula."""
+    dry = replace(formula, level=Fidelity.DRY_RUN, peak_device_bytes=peak_device_bytes)
+    return replace(dry, tokens_per_s=None, step_time_s=None)
 
-    def run(setup: TrainSetup) -> Prediction:
-        log.append(setup)
-        formula = predict(workload.model, workload.gpu, setup)
-        return replace(
-            formula,
-            level=Fidelity.DRY_RUN,
-            peak_device_bytes=int(formula.peak_device_bytes * ratio(setup)),
-            tokens_per_s=None,
-            step_time_s=None,
-        )
 
-    return run
+FAILURE = ProbeFailure(level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="no such product")
 
 
 def planning(workload: Workload) -> PlanWith:
@@ -41,9 +33,15 @@ def planning(workload: Workload) -> PlanWith:
 
 
 def refined(workload: Workload, ratio: Callable[[TrainSetup], float]) -> tuple[Plan | NoPlan, list[TrainSetup]]:
+    """The plan where dry runs find the formula off by a known ratio, and what was run."""
     log: list[TrainSetup] = []
-    plan = refine(planning(workload), dry_run_with(workload, ratio, log))
-    return plan, log
+
+    def run(setup: TrainSetup) -> Prediction:
+        log.append(setup)
+        formula = predict(workload.model, workload.gpu, setup)
+        return with_peak(formula, int(formula.peak_device_bytes * ratio(setup)))
+
+    return refine(planning(workload), run), log
 
 
 def test_refine_confirms_an_exact_formula_with_one_run() -> None:
@@ -56,8 +54,6 @@ def test_refine_confirms_an_exact_formula_with_one_run() -> None:
 
 def test_refine_rejects_what_the_dry_run_cannot_fit() -> None:
     workload = plan_request("meta-llama/Llama-3.1-8B")
-    first = plan_workload(workload)
-    assert isinstance(first, Plan)
     plan, log = refined(workload, lambda setup: 1.3 if setup.checkpointing == 0 else 1.0)
     assert isinstance(plan, Plan)
     assert plan.chosen.fits
@@ -69,8 +65,7 @@ def test_refine_rejects_what_the_dry_run_cannot_fit() -> None:
 
 def test_refine_lets_in_what_the_formula_rejected_wrongly() -> None:
     workload = plan_request("meta-llama/Llama-3.1-8B", fixed={"method": ("lora",)})
-    before = plan_workload(workload)
-    assert isinstance(before, Plan)
+    before = planned(workload)
     after, _ = refined(workload, lambda setup: 0.7)
     assert isinstance(after, Plan)
     assert after.chosen.tokens_per_s >= before.chosen.tokens_per_s
@@ -83,12 +78,9 @@ def test_refine_ends_in_no_plan_where_nothing_fits() -> None:
 
 def test_refine_keeps_the_formulas_plan_where_the_model_cannot_be_traced() -> None:
     workload = plan_request()
-    failure = ProbeFailure(
-        level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="an operator has no meta kernel"
-    )
-    plan = refine(planning(workload), lambda setup: failure)
+    plan = refine(planning(workload), lambda setup: FAILURE)
     assert isinstance(plan, Plan)
-    assert any("no meta kernel" in note for note in plan.notes)
+    assert any("no such product" in note for note in plan.notes)
     assert plan.chosen.fits
 
 
@@ -117,11 +109,10 @@ def running(
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
         log.append(setup)
         if fails(setup):
-            return ProbeFailure(level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, message="no such product")
+            return FAILURE
         formula = predict(workload.model, workload.gpu, setup)
         exact = exact_bytes(workload.model, setup)
-        peak = exact + keeps * (formula.peak_device_bytes - exact)
-        return replace(formula, level=Fidelity.DRY_RUN, peak_device_bytes=peak, tokens_per_s=None, step_time_s=None)
+        return with_peak(formula, exact + keeps * (formula.peak_device_bytes - exact))
 
     return run
 
@@ -135,10 +126,8 @@ def test_what_a_strangers_layers_keep_is_corrected_and_its_weights_are_not() -> 
     assert plan.chosen.fits
     assert isinstance(plan.chosen.dry_run, Prediction)
     assert plan.alternatives
-    assert all(
-        isinstance(alternative.candidate.dry_run, Prediction) and alternative.candidate.fits
-        for alternative in plan.alternatives
-    )
+    beside = [alternative.candidate for alternative in plan.alternatives]
+    assert all(isinstance(candidate.dry_run, Prediction) and candidate.fits for candidate in beside)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +143,7 @@ def test_what_a_strangers_step_cannot_run_is_left_out_and_said(
 ) -> None:
     """What is alone at fault is found by one more run: its other values are not tried one after another."""
     workload = stranger(memory_gib=memory_gib, fixed=fixed, prefer="speed")
-    first = plan_workload(workload, {})
-    assert isinstance(first, Plan)
+    first = planned(workload, {})
     assert fails(first.chosen.setup)
     run = running(workload, fails, [], keeps=1)
     plan = refine(planning(workload), run)
@@ -169,8 +157,7 @@ def test_what_a_strangers_step_cannot_run_is_left_out_and_said(
 def test_where_nothing_that_fits_runs_there_is_no_plan() -> None:
     fixed = {"method": ("qlora", "lora"), "optimizer": ("adamw-fused",), "lora_targets": ("all-linear",)}
     workload = stranger(memory_gib=4, fixed=fixed)
-    fits_packed = plan_workload(workload)
-    assert isinstance(fits_packed, Plan)
+    fits_packed = planned(workload)
     assert fits_packed.chosen.setup.quantized
     run = running(workload, lambda setup: setup.quantized, [])
     plan = refine(planning(workload), run)
@@ -183,20 +170,13 @@ def test_where_nothing_that_fits_runs_there_is_no_plan() -> None:
 
 def test_a_stranger_that_its_formula_finds_a_little_too_large_is_run_before_nothing_is_said_to_fit() -> None:
     fixed = {"method": ("qlora",)}
-    least = plan_workload(stranger(memory_gib=1.5, fixed=fixed))
-    assert isinstance(least, NoPlan)
+    least = refusal_of(stranger(memory_gib=1.5, fixed=fixed))
     memory_gib = least.nearest.formula.peak_device_bytes / 2**30  # of which a part is kept free
     log, workload = list[TrainSetup](), stranger(memory_gib=memory_gib, fixed=fixed)
     plan_with = planning(workload)
     assert isinstance(plan_with(None), NoPlan)
 
-    def smaller(setup: TrainSetup) -> Prediction:
-        log.append(setup)
-        formula = predict(workload.model, workload.gpu, setup)
-        return replace(formula, level=Fidelity.DRY_RUN, peak_device_bytes=int(0.8 * formula.peak_device_bytes))
-
-    plan = refine(plan_with, smaller)
-    assert isinstance(plan, Plan)
+    assert isinstance(refined(workload, lambda setup: 0.8)[0], Plan)
     plan = refine(plan_with, running(workload, lambda setup: False, log))
     assert isinstance(plan, NoPlan)
     assert isinstance(plan.nearest.dry_run, Prediction)

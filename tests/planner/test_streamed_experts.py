@@ -9,11 +9,9 @@ from planner.frameworks.exporters import TARGETS
 from planner.hardware.gpus import find_gpu
 from planner.memory.states import pinned_bytes, streamed_stacks
 from planner.models import catalogue
-from planner.planning.answer import plan_workload
-from planner.planning.plan import Plan
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import plan_request, planned
 
 MOST = 0.14
 """Of allocated bytes: what experts4bit-qlora's own estimate errs by on these runs is 13 % too."""
@@ -41,8 +39,7 @@ def test_host_bytes_of_a_published_run() -> None:
 
 def test_a_12_gb_card_gets_a_plan_and_its_file() -> None:
     model, gpu = catalogue.load("Qwen/Qwen3-30B-A3B"), find_gpu("rtx-3060")
-    plan = plan_workload(plan_request("Qwen/Qwen3-30B-A3B", "rtx-3060"), explained=False)
-    assert isinstance(plan, Plan)
+    plan = planned(plan_request("Qwen/Qwen3-30B-A3B", "rtx-3060"), explained=False)
     assert plan.chosen.setup.stack == "loggetta"
     assert plan.chosen.formula.peak_device_bytes < gpu.memory_bytes
     assert any("of the host's memory, pinned" in note for note in plan.chosen.formula.notes)

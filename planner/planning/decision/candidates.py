@@ -1,6 +1,6 @@
 """A setup with its prediction against a workload's budget."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import overload
 
 from planner.memory.workload import Workload
@@ -44,9 +44,6 @@ class Ranked(Sequence[Candidate]):
     def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
         places = range(len(self))[index]
         return self._at(places) if isinstance(places, int) else tuple(map(self._at, places))
-
-    def __iter__(self) -> Iterator[Candidate]:
-        return map(self._at, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranked | tuple) and tuple(self) == tuple(other)

@@ -70,7 +70,7 @@ def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | N
     if isinstance(alone, NoPlan):
         need = alone.nearest.formula.peak_device_bytes
         reason = f"the smallest setup of any method needs {gib(need)} there"
-        return Answer(question, "no", reason, needed_bytes=need, budget_bytes=workload.budget_bytes)
+        return Answer(question, "no", reason, need, workload.budget_bytes)
     single = alone.chosen
     node = node_of_setup(single.setup)
     need = single.formula.peak_device_bytes
@@ -87,7 +87,7 @@ def one_gpu_answer(workload: Workload, chosen: Candidate | None, alone: Plan | N
             f"{fits}; {num} GPUs run {ratio:.2f} times as fast ({percent(ratio / num)} of {num} times), "
             f"so a token costs {num / ratio if ratio else 0:.2f} times as much"
         )
-    return Answer(question, choice, reason, needed_bytes=need, budget_bytes=workload.budget_bytes)
+    return Answer(question, choice, reason, need, workload.budget_bytes)
 
 
 def _methods(results: WalkResults, methods: list[Answer]) -> Iterator[Answer]:
@@ -116,7 +116,7 @@ def _replicated(workload: Workload, results: WalkResults, node: Node, chosen: Ca
         else:
             choice = "yes, not taken" if layout_results.sure else "may fit, not taken"
             reason = _slower(workload, layout_results, chosen, layout.name)
-        return Answer(question, choice, reason, needed_bytes=need, budget_bytes=workload.budget_bytes)
+        return Answer(question, choice, reason, need, workload.budget_bytes)
     return Answer(question, "not asked", _left_out(workload, ("replicate",)))
 
 
@@ -223,7 +223,7 @@ def _quantization(workload: Workload, results: WalkResults, node: Node, chosen: 
             reason = f"{ratio:.2f} times the speed of 16-bit LoRA, with a quarter of its base in the host's memory"
         else:
             reason = "the whole is faster"
-        return Answer(question, "here, yes", reason, needed_bytes=need, budget_bytes=workload.budget_bytes)
+        return Answer(question, "here, yes", reason, need, workload.budget_bytes)
     weights_bytes = sum(term.size_bytes for term in chosen.formula.terms if term.category == "weights")
     reason = f"rarely: {layout_name(chosen.setup)} leaves {gib(weights_bytes)} of weights on a GPU"
     if chosen.setup.method == "full":
@@ -250,7 +250,7 @@ def _given_up(workload: Workload, results: WalkResults) -> Iterator[Answer]:
         if needs:
             need, name = min(needs)
             reason = f"the smallest is {name}: {gib(need)}, {gib(need - workload.budget_bytes)} more than the budget"
-            yield Answer(question, "no", reason, needed_bytes=need, budget_bytes=workload.budget_bytes)
+            yield Answer(question, "no", reason, need, workload.budget_bytes)
             continue
         keys = {layout_key(TrainSetup(**layout.fields)) for layout in results.walked if layout.stage in stages}
         refused = [reason for (key, _), reason in results.refused.items() if key in keys]

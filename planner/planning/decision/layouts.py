@@ -43,7 +43,6 @@ class Layout:
     """One way of spreading the job.
 
     Attributes:
-        stage: one of STAGES.
         fields: setup fields to set on a one-GPU setup, `num_gpus` included.
         data_degree: copies of the model that see their own sequences.
         reason: why it is left out in this workload; "" where it is walked.
@@ -56,7 +55,6 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """For people: "FSDP2 in groups of 8"."""
         return fields_name(self.fields)
 
 
@@ -130,7 +128,8 @@ def all_layouts(workload: Workload) -> tuple[Layout, ...]:
         except SetupError as error:  # degrees that the user gave and that do not divide the GPUs
             by_key[tuple(fields.items())] = Layout(stage=stage, fields=fields, data_degree=1, reason=error.message)
             continue
-        if _wanted(workload, setup) and layout_key(setup) not in by_key:
+        wanted = all(getattr(setup, name) in workload.fixed[name] for name in FIELDS if name in workload.fixed)
+        if wanted and layout_key(setup) not in by_key:
             by_key[layout_key(setup)] = Layout(
                 stage=stage, fields=fields, data_degree=setup.data_degree, reason=_why_left_out(workload, setup)
             )
@@ -240,10 +239,6 @@ def _why_left_out(workload: Workload, setup: TrainSetup) -> str:
 
 def _fixed(workload: Workload, name: str) -> tuple[Any, ...]:
     return tuple(workload.fixed.get(name, ()))
-
-
-def _wanted(workload: Workload, setup: TrainSetup) -> bool:
-    return all(getattr(setup, name) in workload.fixed[name] for name in FIELDS if name in workload.fixed)
 
 
 def _degrees_within_node(workload: Workload) -> tuple[int, ...]:

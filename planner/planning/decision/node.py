@@ -15,17 +15,14 @@ class Node(StrEnum):
 
     @property
     def words(self) -> str:
-        """For people."""
         return _WORDS[self]
 
     @property
     def quantized(self) -> bool:
-        """Whether its base is."""
         return self in (Node.EIGHT_BIT, Node.FOUR_BIT)
 
     @property
     def method(self) -> str:
-        """As `TrainSetup.method`."""
         return "qlora" if self.quantized else self.value
 
 

@@ -41,14 +41,8 @@ from planner.speed import speed_profile
 
 @dataclass(frozen=True, kw_only=True)
 class KindChoice:
-    """One kind of adapter.
-
-    Attributes:
-        num_trained: trained parameters; 0 where it was refused.
-        candidate: its setup with memory and speed, None where it was refused.
-        changed: what had to differ from LoRA's setup, beside kind and size.
-        refused: why there is no such setup.
-    """
+    """One kind of adapter: its setup with memory and speed and what had to differ from LoRA's beside kind and size, or
+    why it was refused."""
 
     kind: Adapter
     num_trained: int = 0

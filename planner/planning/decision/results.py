@@ -108,7 +108,6 @@ class NodeResults:
         return self.limits.bytes_with_margin(setup) if self.limits is not None else 0.0
 
     def ranked(self) -> list[WalkedSetup]:
-        """The points that fit, fastest first."""
         return sorted(self.fitting, key=lambda point: -point.tokens_per_s)
 
 
@@ -239,8 +238,6 @@ class WalkResults:
     """Results of every (layout, node) walked so far.
 
     Attributes:
-        cache: what walks of the same model computed, for the next plan of it.
-        walked: the layouts, in the order they were walked.
         refused: (layout, node) -> why no engine runs it, where none of the node's branches can run.
         too_large_for_hosts: layout -> bytes that would lie in every node's host, beyond what it is taken to hold.
         whole: `nodes` of what was walked, until more is.
@@ -259,7 +256,6 @@ class WalkResults:
         return self.by_layout_and_node.get(key) or self.by_layout_and_node.setdefault(key, NodeResults())
 
     def of_node(self, node: Node) -> dict[LayoutKey, NodeResults]:
-        """The facts of one node by spread."""
         return {key: results for (key, name), results in self.by_layout_and_node.items() if name == node}
 
     def nodes(self) -> dict[Node, NodeResults]:
@@ -306,7 +302,8 @@ def best_layout(by_layout: Mapping[LayoutKey, NodeResults]) -> WalkedSetup | Non
     sure = [results for results in by_layout.values() if results.best_sure() is not None]
     families: dict[int, list[WalkedSetup]] = {}
     for point in filter(None, (results.best() for results in sure or by_layout.values())):
-        families.setdefault(_family(point.shared), []).append(point)
+        plain = not point.shared.is_split and point.shared.offload == "none"
+        families.setdefault(_FAMILIES.get(point.shared.parallel, 3) if plain else 3, []).append(point)
     taken: WalkedSetup | None = None
     for number in sorted(families):
         # The simplest spread of those within one percent of the fastest.
@@ -318,11 +315,8 @@ def best_layout(by_layout: Mapping[LayoutKey, NodeResults]) -> WalkedSetup | Non
     return taken
 
 
-def _family(setup: TrainSetup) -> int:
-    """0 DDP, 1 FSDP2, 2 DeepSpeed's ZeRO, 3 anything split, offloaded or in one process."""
-    if setup.is_split or setup.offload != "none":
-        return 3
-    return {"ddp": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 2}.get(setup.parallel, 3)
+_FAMILIES = {"ddp": 0, "fsdp2": 1, "zero1": 2, "zero2": 2, "zero3": 2}
+"""Of plain spreads; 3: anything split, offloaded or in one process."""
 
 
 def add_layouts(

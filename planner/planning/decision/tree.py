@@ -212,15 +212,14 @@ def _not_taken(node: Node, nodes: Mapping[Node, NodeResults], chosen: Node | Non
     best, taken = nodes[node].best(), nodes[chosen].best() if chosen else None
     if best is None or taken is None or chosen is None:
         return "fits, but another branch was taken"
-    ratio = best.tokens_per_s / taken.tokens_per_s
+    ratio, fits = best.tokens_per_s / taken.tokens_per_s, nodes[node].fit_words
     speed = f"it would run at {ratio:.2f} times the speed"
     if node is Node.FULL:
         if data_too_small_for_full(workload):
             return f"overfits {workload.data.epoch_tokens:,} tokens; {speed} (--method full)"
-        when = "only when asked for (--method full), needed by the data, or as fast"
-        return f"{nodes[node].fit_words}, but is taken {when}; {speed}"
+        return f"{fits}, but is taken only when asked for (--method full), needed by the data, or as fast; {speed}"
     if node is Node.EIGHT_BIT:
-        return f"{nodes[node].fit_words}, but 8 bits are taken only when asked for (--quantization int8); {speed}"
+        return f"{fits}, but 8 bits are taken only when asked for (--quantization int8); {speed}"
     if not nodes[node].sure and nodes[chosen].sure:
         return f"it may fit, {WITHIN_ERROR_BAND}; {speed}"
     if taken.shared.offload != "none" and chosen.quantized:
@@ -252,18 +251,16 @@ def _cast_note(workload: Workload, node_results: NodeResults) -> str:
 def kernels_words(workload: Workload, setup: TrainSetup) -> str:
     """What the kernel family of a setup buys against eager kernels, and what it needs: "-1.90 GiB, about 13 % faster,
     needs liger-kernel and Triton"."""
-    row = KERNELS[setup.kernels]
-    needs = f"needs {row.package} and Triton" if row.package else "in Axolotl or Unsloth"
+    package = KERNELS[setup.kernels].package
+    needs = f"needs {package} and Triton" if package else "in Axolotl or Unsloth"
     return f"{_gain_words(workload, setup, setup.replace(kernels='eager'))}, {needs}"
 
 
 def _gain_words(workload: Workload, setup: TrainSetup, plain: TrainSetup) -> str:
     """What one setup buys against another at the same micro-batch: "-1.90 GiB, about 13 % faster"."""
-    both, fields = (setup, plain), (setup.micro_batch_seqs, setup.accumulation_steps)
-    mine, other = (predict_memory(workload.model, workload.gpu, variant).peak_device_bytes for variant in both)
-    fast, slow = (
-        speed_profile(workload.model, workload.gpu, variant, workload.cluster).at(*fields)[1] for variant in both
-    )
+    model, gpu, pair = workload.model, workload.gpu, (setup.micro_batch_seqs, setup.accumulation_steps)
+    mine, other = (predict_memory(model, gpu, variant).peak_device_bytes for variant in (setup, plain))
+    fast, slow = (speed_profile(model, gpu, each, workload.cluster).at(*pair)[1] for each in (setup, plain))
     less, gain = other - mine, 100 * (fast / slow - 1)
     return f"{'-' if less >= 0 else '+'}{gib(abs(less))}, about {abs(gain):.0f} % {'faster' if gain >= 0 else 'slower'}"
 
@@ -346,8 +343,7 @@ def _kernels_answer(workload: Workload, best: WalkedSetup) -> Answer:
             reason = f"{KERNELS[first].words} would be {words}: too little for another package"
         except SetupError as error:
             reason = str(error.message)
-    choice = KERNELS[setup.kernels].words
-    return Answer("Which kernels for norms, rotary embedding and MLP?", choice, reason)
+    return Answer("Which kernels for norms, rotary embedding and MLP?", KERNELS[setup.kernels].words, reason)
 
 
 def activation_answers(
@@ -380,12 +376,8 @@ def activation_answers(
     answers.append(_program_answer(workload, best, results))
     if family.objective_spec.rolls_out:
         answers.append(_generator_answer(workload, best, results))
-    if (
-        family.num_gpus == 1
-        and family.objective_spec.supervised
-        and family.images is None
-        and STACKS[family.stack].runs_trainer
-    ):
+    supervised = family.objective_spec.supervised and family.images is None
+    if family.num_gpus == 1 and supervised and STACKS[family.stack].runs_trainer:
         answers.append(_compile_answer(workload, best.setup))
     if (unchecked := results.smallest_unchecked) is not None:
         answers.append(_checkpointing_answer(unchecked.peak_device_bytes, family, workload.budget_bytes))
@@ -404,23 +396,20 @@ def _checkpointing_answer(need: int, family: TrainSetup, budget: int) -> Answer:
         choice, reason = "no", f"one sequence fits without it ({gib(need)}), and nothing has to be recomputed"
     if family.checkpointing > 1 and choice == "yes":
         choice = f"every {family.checkpointing} layers"
-    return Answer(CHECKPOINTING, choice, reason, needed_bytes=need, budget_bytes=budget)
+    return Answer(CHECKPOINTING, choice, reason, need, budget)
 
 
 def _micro_batch_answer(best: WalkedSetup, workload: Workload, same_node: list[WalkedSetup]) -> Answer:
     family, budget = best.family, workload.budget_bytes
-    larger = [p for p in same_node if p.family == family and p.micro_batch_seqs > best.micro_batch_seqs]
-    copies = family.data_degree
+    larger = (p for p in same_node if p.family == family and p.micro_batch_seqs > best.micro_batch_seqs)
+    copies = f" x {family.data_degree} copies" if family.data_degree > 1 else ""
     if best.accumulation_steps == 1:
-        reason = "the whole global batch fits in one forward" + (" of every copy" if copies > 1 else "")
-    elif larger:
+        reason = "the whole global batch fits in one forward" + (" of every copy" if copies else "")
+    elif any(larger):
         reason = "larger micro-batches fit but are not predicted to be faster"
     else:
         reason = f"the fastest that fits: {gib(best.peak_device_bytes)} of {gib(budget)}"
-    return Answer(
-        "Which micro-batch, and how much accumulation?",
-        f"{best.micro_batch_seqs} x {best.accumulation_steps}" + (f" x {copies} copies" if copies > 1 else ""),
-        f"{reason}; the global batch stays {workload.global_batch_seqs} sequences",
-        needed_bytes=best.peak_device_bytes,
-        budget_bytes=budget,
-    )
+    choice = f"{best.micro_batch_seqs} x {best.accumulation_steps}{copies}"
+    reason += f"; the global batch stays {workload.global_batch_seqs} sequences"
+    question = "Which micro-batch, and how much accumulation?"
+    return Answer(question, choice, reason, best.peak_device_bytes, budget)

@@ -17,11 +17,7 @@ CARD_TOLERANCE = 0.008
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that took the memory.
-
-    Attributes:
-        changes: what to do about it, the smallest first.
-    """
+    """Something that took the memory, and what to do about it, the smallest change first."""
 
     name: str
     words: str
@@ -49,13 +45,8 @@ HOST = {
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What is known of a failure.
-
-    Attributes:
-        causes: the one that weighs most first; empty where the text tells none.
-        cards: keys of the GPU table whose memory is the message's.
-        unknown: what would have to be known for more.
-    """
+    """What is known of a failure: the cause that weighs most first, keys of the GPUs whose memory is the message's, and
+    what would have to be known for more."""
 
     message: Message
     phase: Phase | None

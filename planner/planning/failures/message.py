@@ -145,8 +145,7 @@ class Message:
 
     Attributes:
         where: "device", "host", "shared" (the host's /dev/shm), or "" where the text tells of none running out.
-        frames: the last traceback's, the innermost last.
-        code: the source line before the error, which is pasted alone often.
+        frames: the last traceback's, the innermost last; `code`: the source line before the error, often pasted alone.
         tried_bytes: the allocation that failed.
         other_bytes: what other processes hold on the card, where the message counts them.
         unallocated_bytes: what PyTorch holds in cached blocks of the wrong size.
@@ -173,7 +172,10 @@ def read_message(text: str) -> Message:
     if at is None:
         return Message(where="", frames=frames_of(lines))
     caught = frames_of(lines[at:]) if _CAUGHT.search(lines[at]) else ()
-    frames = caught or _frames_of_process(raw, lines, at) or frames_of(lines[: at + 1]) or frames_of(lines)
+    of_process: list[str] = []
+    if prefix := _PREFIX.match(raw[at]):  # several processes write into one log
+        of_process = [line for line, whole in zip(lines[: at + 1], raw, strict=False) if whole.startswith(prefix[0])]
+    frames = caught or frames_of(of_process) or frames_of(lines[: at + 1]) or frames_of(lines)
     inner = tuple(_frames(_IN_ENGINE, "\n".join(lines[at + 1 : at + MAX_FRAMES])))[::-1]
     return Message(
         where=where, frames=(*frames, *inner)[-MAX_FRAMES:], code=_code(lines, at), **_figures(lines[at : at + 6])
@@ -239,13 +241,6 @@ def _figures(lines: Sequence[str]) -> dict[str, int]:
     return figures
 
 
-def _frames_of_process(raw: Sequence[str], lines: Sequence[str], at: int) -> tuple[Frame, ...]:
-    prefix = _PREFIX.match(raw[at])
-    if prefix is None:
-        return ()
-    return frames_of([line for line, whole in zip(lines[: at + 1], raw, strict=False) if whole.startswith(prefix[0])])
-
-
 def _code(lines: Sequence[str], at: int) -> str:
     """The source line before the error, and what stands before the error on its own line."""
     before = _DEVICE_ERRORS.split(lines[at], maxsplit=1)[0][-1000:]
@@ -302,14 +297,8 @@ def _bytes(number: str, unit: str) -> int:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run.
-
-    Attributes:
-        name: for programs.
-        words: what was being done.
-        why: what holds or asks for memory there.
-        changes: what makes less of it there, the smallest change first; each "setting: what it does".
-    """
+    """A part of a run: what was being done, what holds or asks for memory there, and what makes less of it, the
+    smallest change first; each "setting: what it does"."""
 
     name: str
     words: str
@@ -326,137 +315,121 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTO
 LORA = "LoRA instead of full fine-tuning: no gradients and optimizer states of the base"
 
 PHASES = {
-    phase.name: phase
-    for phase in (
-        Phase(
+    name: Phase(name, words, why, tuple(changes))
+    for name, words, why, *changes in (
+        (
             "load",
             "loading the weights",
             "the weights alone do not fit beside what is there (a merge or a cast to 32 bits holds them twice)",
-            (
-                "dtype=torch.bfloat16 in from_pretrained: 32 bits are the default of transformers before 5 and of TRL",
-                QUANTIZED,
-                "torch.load(..., map_location='cpu') of a checkpoint, deleted once it is in the model",
-                "device_map={'': local_rank} with several processes, so that each loads on its own card",
-            ),
+            "dtype=torch.bfloat16 in from_pretrained: 32 bits are the default of transformers before 5 and of TRL",
+            QUANTIZED,
+            "torch.load(..., map_location='cpu') of a checkpoint, deleted once it is in the model",
+            "device_map={'': local_rank} with several processes, so that each loads on its own card",
         ),
-        Phase(
+        (
             "kbit-cast",
             "casting the unquantized rest to 32 bits (prepare_model_for_kbit_training)",
             "embeddings, norms and head of a quantized base are copied into 32 bits; an unquantized base whole",
-            ("without prepare_model_for_kbit_training: TRL and transformers need only enable_input_require_grads",),
+            "without prepare_model_for_kbit_training: TRL and transformers need only enable_input_require_grads",
         ),
-        Phase(
+        (
             "wrap",
             "spreading the model over the GPUs (DDP, FSDP, DeepSpeed)",
             "each process holds the whole model, and its buckets or flat parameters beside it, while it is cut up",
-            (
-                "FSDP: cpu_ram_efficient_loading and sync_module_states, the model loaded on the CPU",
-                "DeepSpeed: ZeRO-3 with the model made under HfDeepSpeedConfig, so that it is never whole",
-                LORA,
-            ),
+            "FSDP: cpu_ram_efficient_loading and sync_module_states, the model loaded on the CPU",
+            "DeepSpeed: ZeRO-3 with the model made under HfDeepSpeedConfig, so that it is never whole",
+            LORA,
         ),
-        Phase(
+        (
             "attention",
             "attention in the forward pass",
             "the scores of every pair of tokens exist at once: eager attention, or a mask that SDPA refuses",
-            (
-                "attn_implementation='sdpa' (or 'flash_attention_2'): scores in pieces, same result",
-                GRADIENT_CHECKPOINTING,
-                MICRO_BATCH,
-                SHORTER,
-            ),
+            "attn_implementation='sdpa' (or 'flash_attention_2'): scores in pieces, same result",
+            GRADIENT_CHECKPOINTING,
+            MICRO_BATCH,
+            SHORTER,
         ),
-        Phase(
+        (
             "forward",
             "the forward pass",
             "what each layer keeps for the backward pass adds up: it grows with micro-batch x length",
-            (GRADIENT_CHECKPOINTING, MICRO_BATCH, QUANTIZED, SHORTER),
+            *(GRADIENT_CHECKPOINTING, MICRO_BATCH, QUANTIZED, SHORTER),
         ),
-        Phase(
+        (
             "loss",
             "the loss over the vocabulary",
             "logits are tokens x vocabulary numbers, in 16 and in 32 bits, and their gradient once more",
-            (FUSED_LOSS, MICRO_BATCH, SHORTER),
+            *(FUSED_LOSS, MICRO_BATCH, SHORTER),
         ),
-        Phase(
+        (
             "recompute",
             "the backward pass, running a checkpointed layer again",
             "one layer's activations and gradients exist beside the kept ones",
-            (FUSED_LOSS, MICRO_BATCH, "checkpointing of every layer, not every n-th", QUANTIZED, SHORTER),
+            *(FUSED_LOSS, MICRO_BATCH, "checkpointing of every layer, not every n-th", QUANTIZED, SHORTER),
         ),
-        Phase(
+        (
             "backward",
             "the backward pass",
             "gradients grow while activations are still there",
-            (GRADIENT_CHECKPOINTING, FUSED_LOSS, MICRO_BATCH, LORA, SHORTER),
+            *(GRADIENT_CHECKPOINTING, FUSED_LOSS, MICRO_BATCH, LORA, SHORTER),
         ),
-        Phase(
+        (
             "optimizer",
             "the optimizer's step",
             "AdamW makes two states of each trained parameter in its first step: 8 bytes each in 32 bits",
-            (
-                "optim='paged_adamw_8bit' (or adamw_8bit): a quarter of the states",
-                LORA,
-                "FSDP or ZeRO over more GPUs",
-            ),
+            "optim='paged_adamw_8bit' (or adamw_8bit): a quarter of the states",
+            LORA,
+            "FSDP or ZeRO over more GPUs",
         ),
-        Phase(
+        (
             "evaluation-gather",
             "an evaluation that keeps every batch's logits",
             "with compute_metrics the logits of the whole evaluation set stay on the GPU until it ends",
-            (
-                "eval_accumulation_steps=1: each batch's logits go to the host",
-                "preprocess_logits_for_metrics: keep what the metric needs (argmax), not the logits",
-                "prediction_loss_only=True: no logits at all",
-            ),
+            "eval_accumulation_steps=1: each batch's logits go to the host",
+            "preprocess_logits_for_metrics: keep what the metric needs (argmax), not the logits",
+            "prediction_loss_only=True: no logits at all",
         ),
-        Phase(
+        (
             "evaluation",
             "an evaluation",
             "nothing is checkpointed and the whole logits exist, at per_device_eval_batch_size (8 unless set)",
-            ("per_device_eval_batch_size=1", "prediction_loss_only=True", "eval_accumulation_steps=1"),
+            "per_device_eval_batch_size=1",
+            "prediction_loss_only=True",
+            "eval_accumulation_steps=1",
         ),
-        Phase(
+        (
             "generation",
             "generating completions",
             "keys and values of every token are cached, for all completions made at once",
-            (
-                "fewer completions at once (num_generations, generation_batch_size, steps_per_generation)",
-                "vllm_gpu_memory_utilization down, or vllm_enable_sleep_mode=True",
-                "ds3_gather_for_generation=False (DeepSpeed ZeRO-3): the weights stay spread, slower",
-                "a shorter max_completion_length",
-            ),
+            "fewer completions at once (num_generations, generation_batch_size, steps_per_generation)",
+            "vllm_gpu_memory_utilization down, or vllm_enable_sleep_mode=True",
+            "ds3_gather_for_generation=False (DeepSpeed ZeRO-3): the weights stay spread, slower",
+            "a shorter max_completion_length",
         ),
-        Phase(
+        (
             "reference",
             "the reference model's pass",
             "a second whole model, or a pass with the adapters off, beside the one that is trained",
-            (
-                "precompute_ref_log_probs=True: the reference runs once, before training",
-                "LoRA: the reference is the base with its adapters off, no second copy",
-                MICRO_BATCH,
-            ),
+            "precompute_ref_log_probs=True: the reference runs once, before training",
+            "LoRA: the reference is the base with its adapters off, no second copy",
+            MICRO_BATCH,
         ),
-        Phase(
+        (
             "growth",
             "a later step, after steps that fitted",
             "memory grew: a longer batch than those before, tensors that are kept, or a cache in pieces",
-            (
-                "loss.item(), .detach() or .cpu() for what is collected: a loss that is kept keeps its whole graph",
-                "the longest samples first, once: it shows at once whether they fit, or whether memory grows",
-                EXPANDABLE,
-                SHORTER,
-            ),
+            "loss.item(), .detach() or .cpu() for what is collected: a loss that is kept keeps its whole graph",
+            "the longest samples first, once: it shows at once whether they fit, or whether memory grows",
+            EXPANDABLE,
+            SHORTER,
         ),
-        Phase(
+        (
             "save",
             "saving, merging or loading a checkpoint",
             "the weights are gathered or copied whole beside what training holds",
-            (
-                "FSDP: state_dict_type SHARDED_STATE_DICT; DeepSpeed: stage3_gather_16bit_weights_on_model_save off",
-                "merge adapters in a process of its own, on the CPU",
-                "load_best_model_at_end=False",
-            ),
+            "FSDP: state_dict_type SHARDED_STATE_DICT; DeepSpeed: stage3_gather_16bit_weights_on_model_save off",
+            "merge adapters in a process of its own, on the CPU",
+            "load_best_model_at_end=False",
         ),
     )
 }

@@ -57,12 +57,8 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a snapshot shows when it was taken.
-
-    Attributes:
-        message: the figures as an error's message has them; its frames are those of the last allocation that failed.
-        holders: the lines that hold most, the largest first.
-    """
+    """What a snapshot shows when it was taken: the figures as an error's message has them, with the frames of the last
+    allocation that failed, and the lines that hold most, the largest first."""
 
     message: Message
     holders: tuple[Holder, ...]

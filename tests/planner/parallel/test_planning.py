@@ -23,7 +23,7 @@ from planner.planning.predict import device_peak_bytes, predict
 from planner.planning.refine import refine
 from planner.setup import TrainSetup
 from planner.setup.outcome import Fidelity, Prediction
-from tests.planner.helpers import known_of, plan_request
+from tests.planner.helpers import known_of, plan_request, planned, refusal_of
 from tests.whole import paired
 
 SMALL: dict[str, tuple[Any, ...]] = {
@@ -51,11 +51,9 @@ def job(
     return plan_request(model, gpu, cluster=cluster, **options)
 
 
-def planned(*arguments: Any, **options: Any) -> Plan:
+def chosen_for(*arguments: Any, **options: Any) -> Plan:
     workload = job(*arguments, **options)
-    plan = plan_workload(workload, cache=known_of(workload))
-    assert isinstance(plan, Plan)
-    return plan
+    return planned(workload, cache=known_of(workload))
 
 
 def answer(plan: Plan | NoPlan, words: str) -> Answer:
@@ -78,7 +76,7 @@ JOBS: list[tuple[str, str, int, dict[str, Any]]] = [
 def test_the_recommendation_keeps_every_constraint(
     model: str, gpu: str, num_gpus: int, options: dict[str, Any]
 ) -> None:
-    plan = planned(model, gpu, num_gpus, **options)
+    plan = chosen_for(model, gpu, num_gpus, **options)
     workload = plan.workload
     for candidate in (plan.chosen, *plan.ranked):
         setup = candidate.setup
@@ -95,7 +93,7 @@ def test_the_recommendation_keeps_every_constraint(
 
 @pytest.mark.parametrize(("model", "gpu", "num_gpus", "options"), JOBS, ids=str)
 def test_the_walk_explains_itself(model: str, gpu: str, num_gpus: int, options: dict[str, Any]) -> None:
-    plan = planned(model, gpu, num_gpus, **options)
+    plan = chosen_for(model, gpu, num_gpus, **options)
     questions = [each.question for each in plan.tree]
     for words in ("one GPU enough", "DDP", "sharded", "Tensor, pipeline or context", "host", "DataParallel"):
         assert any(words in question for question in questions), words
@@ -110,7 +108,7 @@ def test_the_walk_explains_itself(model: str, gpu: str, num_gpus: int, options: 
 
 
 def test_the_walked_figures_are_those_of_the_prediction() -> None:
-    plan = planned()
+    plan = chosen_for()
     setup = plan.chosen.setup
     formula = predict(plan.workload.model, plan.workload.gpu, setup, plan.workload.cluster, planned=True)
     assert formula == plan.chosen.formula
@@ -144,7 +142,7 @@ def test_more_gpus_are_never_slower(method: str, gpu: str) -> None:
 
 def test_a_faster_link_is_never_slower() -> None:
     speeds = [
-        planned(num_gpus=16, nodes=2, interconnect=link, fixed={"method": ("full",)}).chosen.tokens_per_s
+        chosen_for(num_gpus=16, nodes=2, interconnect=link, fixed={"method": ("full",)}).chosen.tokens_per_s
         for link in ("ethernet-10", "ethernet-100", "ib-400", "ib-3200")
     ]
     for slower, faster in itertools.pairwise(speeds):
@@ -152,9 +150,9 @@ def test_a_faster_link_is_never_slower() -> None:
 
 
 def test_narrowing_the_spreads_is_never_faster() -> None:
-    free = planned(fixed={"method": ("full",)}).chosen.tokens_per_s
+    free = chosen_for(fixed={"method": ("full",)}).chosen.tokens_per_s
     for parallel in ("zero1", "zero2", "zero3", "fsdp2"):
-        narrow = planned(fixed={"method": ("full",), "parallel": (parallel,)}).chosen.tokens_per_s
+        narrow = chosen_for(fixed={"method": ("full",), "parallel": (parallel,)}).chosen.tokens_per_s
         assert narrow <= free * (1 + LAYOUT_GAIN_FRACTION)
 
 
@@ -163,14 +161,14 @@ MIXED = {"method": ("full",), "precision": ("bf16-mixed",)}
 
 def test_ddp_where_everything_fits_on_every_gpu() -> None:
     """Of equals, whose adapters make the optimizer's step cheap: FSDP2 is not 3 % faster."""
-    plan = planned("Qwen/Qwen2.5-1.5B", "rtx-4090", 2, fixed={"method": ("lora",)})
+    plan = chosen_for("Qwen/Qwen2.5-1.5B", "rtx-4090", 2, fixed={"method": ("lora",)})
     assert plan.chosen.setup.parallel == "ddp"
     assert answer(plan, "DDP").choice == "yes, taken"
     assert answer(plan, "sharded").choice == "nothing"
 
 
 def test_sharding_where_the_states_do_not_fit() -> None:
-    plan = planned("Qwen/Qwen2.5-7B", "a100-80gb", 8, fixed=MIXED)
+    plan = chosen_for("Qwen/Qwen2.5-7B", "a100-80gb", 8, fixed=MIXED)
     assert plan.chosen.setup.shards == 8
     ddp = answer(plan, "DDP")
     assert ddp.choice == "no"
@@ -179,28 +177,28 @@ def test_sharding_where_the_states_do_not_fit() -> None:
 
 
 def test_one_gpu_is_compared() -> None:
-    plan = planned("Qwen/Qwen2.5-1.5B", "a100-80gb", 8, fixed={"method": ("lora",)})
+    plan = chosen_for("Qwen/Qwen2.5-1.5B", "a100-80gb", 8, fixed={"method": ("lora",)})
     assert answer(plan, "one GPU").choice == "yes, but slower"
     assert any(each.label == "one GPU" for each in plan.alternatives)
-    large = planned("meta-llama/Llama-3.1-70B", "a100-80gb", 8, fixed={"method": ("lora",)})
+    large = chosen_for("meta-llama/Llama-3.1-70B", "a100-80gb", 8, fixed={"method": ("lora",)})
     assert answer(large, "one GPU").choice == "no"
 
 
 def test_quantization_is_discussed_from_four_gpus_on() -> None:
-    assert "rarely" in answer(planned(num_gpus=4), "quantized base help on 4 GPUs").reason
-    assert not any("quantized base help" in each.question for each in planned(num_gpus=2).tree)
+    assert "rarely" in answer(chosen_for(num_gpus=4), "quantized base help on 4 GPUs").reason
+    assert not any("quantized base help" in each.question for each in chosen_for(num_gpus=2).tree)
 
 
 def test_offloading_only_where_nothing_else_fits() -> None:
-    plan = planned("Qwen/Qwen2.5-7B", "rtx-4090", 4, fixed={"method": ("full",), "precision": ("bf16-mixed",)})
+    plan = chosen_for("Qwen/Qwen2.5-7B", "rtx-4090", 4, fixed={"method": ("full",), "precision": ("bf16-mixed",)})
     assert plan.chosen.setup.offload != "none"
     assert answer(plan, "host").reason == "nothing surely fits on the GPUs alone"
-    assert planned("Qwen/Qwen2.5-7B", "rtx-4090", 4).chosen.setup.offload == "none"
+    assert chosen_for("Qwen/Qwen2.5-7B", "rtx-4090", 4).chosen.setup.offload == "none"
 
 
 def test_offloaded_a_quantized_base_stays_unless_clearly_slower() -> None:
     """70B on two cards of 24 GB: a quarter of the host's memory at the same speed."""
-    plan = planned("meta-llama/Llama-3.1-70B", "rtx-4090", 2)
+    plan = chosen_for("meta-llama/Llama-3.1-70B", "rtx-4090", 2)
     assert (plan.chosen.setup.method, plan.chosen.setup.offload) == ("qlora", "parameters")
     assert "quarter of its base in the host's memory" in answer(plan, "LoRA (16-bit base)").reason
 
@@ -209,8 +207,7 @@ def test_offloading_beyond_a_usual_host_is_refused_with_its_bytes() -> None:
     """70B with 12 bytes and more per parameter do not fit beside two consumer cards; who asks for it is believed."""
     fixed = {"method": ("full",)}
     workload = job("meta-llama/Llama-3.1-70B", "rtx-4090", 2, fixed=fixed)
-    plan = plan_workload(workload)
-    assert isinstance(plan, NoPlan)
+    plan = refusal_of(workload)
     assert "host memory" in answer(plan, "host's memory").reason
     setup = TrainSetup(
         method="full",
@@ -221,23 +218,22 @@ def test_offloading_beyond_a_usual_host_is_refused_with_its_bytes() -> None:
         offload="parameters",
     )
     assert host_bytes_per_node(workload.model, setup, 1) > assumed_host_bytes(workload)
-    offloaded_plan = plan_workload(
+    offloaded_plan = planned(
         job("meta-llama/Llama-3.1-70B", "rtx-4090", 2, fixed={**fixed, "offload": ("parameters",)})
     )
-    assert isinstance(offloaded_plan, Plan)
     assert any("host's memory" in note for note in offloaded_plan.chosen.formula.notes)
 
 
 @pytest.mark.parametrize("gpu", ["rtx-4090", "l4", "a100-40gb"])
 def test_16_bit_master_weights_only_when_asked_for(gpu: str) -> None:
     """Whatever stages are walked: full fine-tuning keeps fp32 master weights, as on one GPU."""
-    plan = planned("meta-llama/Llama-3.1-8B", gpu, 4, fixed={"loss": ("chunked", "full")})
+    plan = chosen_for("meta-llama/Llama-3.1-8B", gpu, 4, fixed={"loss": ("chunked", "full")})
     for candidate in (plan.chosen, *plan.ranked, *(each.candidate for each in plan.alternatives)):
         assert candidate.setup.method != "full" or candidate.setup.precision == "bf16-mixed"
 
 
 def test_tensor_and_pipeline_are_compared_where_communication_is_slow() -> None:
-    plan = planned(
+    plan = chosen_for(
         "meta-llama/Llama-3.1-8B", "a100-80gb", 16, nodes=2, interconnect="ethernet-10", fixed={"method": ("full",)}
     )
     cuts = [cut.branch for cut in answer(plan, "Tensor, pipeline or context").cuts]
@@ -246,10 +242,9 @@ def test_tensor_and_pipeline_are_compared_where_communication_is_slow() -> None:
 
 
 def test_nothing_fits_says_what_every_kind_of_spread_needs() -> None:
-    no_plan = plan_workload(
+    no_plan = refusal_of(
         job("meta-llama/Llama-3.1-70B", "rtx-4090", 2, fixed={"method": ("lora",), "offload": ("none",)})
     )
-    assert isinstance(no_plan, NoPlan)
     assert no_plan.missing_bytes > 0
     assert any(remedy.action.startswith("--gpus") for remedy in no_plan.remedies)
     assert answer(no_plan, "sharded over the GPUs").choice == "no"
@@ -263,7 +258,7 @@ def test_a_global_batch_that_cannot_be_dealt_out_is_an_error_with_a_hint() -> No
 
 
 def test_a_small_global_batch_is_spread_by_splitting() -> None:
-    plan = planned("meta-llama/Llama-3.1-8B", num_gpus=8, global_batch=4, fixed={"method": ("full",)})
+    plan = chosen_for("meta-llama/Llama-3.1-8B", num_gpus=8, global_batch=4, fixed={"method": ("full",)})
     assert plan.chosen.setup.data_degree == 4
     assert plan.chosen.setup.tensor_degree * plan.chosen.setup.pipeline_degree == 2
     assert "4 sequences" in answer(plan, "sharded").reason
@@ -335,16 +330,15 @@ def test_fields_of_the_spread_are_all_there() -> None:
 
 def test_hyperparameters_follow_the_global_batch_not_the_number_of_gpus() -> None:
     fixed = {"method": ("full",)}
-    single_gpu_plan = plan_workload(job("Qwen/Qwen2.5-1.5B", "a100-80gb", 1, global_batch=32, fixed=fixed))
-    assert isinstance(single_gpu_plan, Plan)
+    single_gpu_plan = planned(job("Qwen/Qwen2.5-1.5B", "a100-80gb", 1, global_batch=32, fixed=fixed))
     for num_gpus in (2, 8):
-        many = planned("Qwen/Qwen2.5-1.5B", "a100-80gb", num_gpus, global_batch=32, fixed=fixed)
+        many = chosen_for("Qwen/Qwen2.5-1.5B", "a100-80gb", num_gpus, global_batch=32, fixed=fixed)
         assert choose(many.chosen.setup) == choose(single_gpu_plan.chosen.setup)
 
 
 def test_what_only_may_fit_gives_way_to_the_hosts_memory() -> None:
     """Full fine-tuning of 70B on 8 x H100: 16-bit weights without masters were taken with "it may run out"."""
-    plan = planned("meta-llama/Llama-3.1-70B", "h100-sxm", 8, small=False, fixed={"method": ("full",)})
+    plan = chosen_for("meta-llama/Llama-3.1-70B", "h100-sxm", 8, small=False, fixed={"method": ("full",)})
     assert (plan.chosen.verdict, plan.chosen.setup.offload != "none") == ("fits", True)
     assert any(
         alternative.candidate.verdict == "tight" and alternative.candidate.tokens_per_s > plan.chosen.tokens_per_s

@@ -15,7 +15,6 @@ from planner.memory.engines.host import (
     host_bytes_per_node,
 )
 from planner.memory.workload import Data, Workload
-from planner.planning.answer import plan_workload
 from planner.planning.clusters import (
     ClusterOption,
     Job,
@@ -29,9 +28,8 @@ from planner.planning.clusters import (
     nearest,
     smallest,
 )
-from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
-from tests.planner.helpers import plan_request
+from tests.planner.helpers import plan_request, planned, refusal_of
 
 
 def job(num_gpus: int, gpu: str = "a100-80gb", model: str = "Qwen/Qwen2.5-1.5B", method: str = "lora") -> Workload:
@@ -62,8 +60,7 @@ def test_a_cluster_is_what_a_plan_of_it_takes() -> None:
     """Nothing fits on the cards alone, and no offloading was tried: a plan does."""
     workload = job(2, "rtx-4090", "Qwen/Qwen2.5-7B", "full")
     (option,) = fitting(every_outcome([cluster_job(workload)], Limits()))
-    plan = plan_workload(workload, explained=False)
-    assert isinstance(plan, Plan)
+    plan = planned(workload, explained=False)
     assert option.candidate == plan.chosen
     assert option.candidate.setup.offload != "none"
 
@@ -90,8 +87,7 @@ def test_time_and_cost_are_those_of_all_gpus(num_gpus: int) -> None:
 def test_a_preference_that_no_number_of_gpus_fits_is_refused_with_its_bytes() -> None:
     cluster = make_cluster(find_gpu("t4"), 2)
     arguments = {"fixed": {"objective": ("orpo",)}, "global_batch": 32}
-    refused = plan_workload(plan_request("google/gemma-2-27b", "t4", cluster=cluster, seq_len=32_768, **arguments))
-    assert isinstance(refused, NoPlan)
+    refused = refusal_of(plan_request("google/gemma-2-27b", "t4", cluster=cluster, seq_len=32_768, **arguments))
     assert refused.nearest.formula.peak_device_bytes > refused.workload.budget_bytes
 
 
