@@ -17,6 +17,8 @@ from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Data, Workload
 from planner.models.spec import ModelSpec
+from planner.options.images import Images
+from planner.options.rollouts import Rollout
 from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
 from planner.setup.codec import decode, with_present_names
 from planner.setup.interchange import SCHEMA_VERSION, request_form, setup_from_dict, to_jsonable
@@ -253,13 +255,17 @@ def _notes(values: Mapping[str, Any]) -> tuple[str, ...]:
     return placed(notes, decode(tuple[int, ...], values.get("note_places") or [], "note_places"))
 
 
+def _choice(name: str, choice: Any) -> Any:
+    """A value of a setup's field as it is there: names as tuples, records whole."""
+    if isinstance(choice, dict):
+        return decode({"images": Images, "rollout": Rollout}[name], choice, f"workload.fixed.{name}")
+    return tuple(choice) if isinstance(choice, list) else choice
+
+
 def _workload(values: Mapping[str, Any]) -> Workload:
     clean = {key: value for key, value in values.items() if key != "budget_bytes"}
     model = {key: value for key, value in clean.pop("model").items() if key != "num_params"}
-    fixed = {
-        key: tuple(tuple(choice) if isinstance(choice, list) else choice for choice in items)
-        for key, items in clean.pop("fixed").items()
-    }
+    fixed = {key: tuple(_choice(key, choice) for choice in items) for key, items in clean.pop("fixed").items()}
     gpu = clean.pop("gpu")
     data = {name: clean.pop(key) for key, name in DATA_KEYS.items() if key in clean}
     plain = {

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from planner.core.errors import ConfigError, PlannerError
 from planner.core.units import MIB
+from planner.options.images import Images
+from planner.options.rollouts import Rollout
 from planner.planning.plan import Plan
 from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
 from reports.charts import search_history
@@ -54,7 +56,8 @@ def through_json(document: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("level", [Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE])
 def test_plan_json_round_trip(level: Fidelity) -> None:
-    workload = make_workload(fixed={"lora_targets": (("q_proj", "v_proj"),), "method": ("lora", "qlora")})
+    fixed = {"lora_targets": (("q_proj", "v_proj"),), "method": ("lora", "qlora"), "rollout": (Rollout(),)}
+    workload = make_workload(fixed={**fixed, "images": (Images(num=2, width=640, height=480),)})
     plan = make_plan(workload, level=level, search={"trials": [1, 2], "stop": "budget"})
     back = plan_from_dict(through_json(plan_to_dict(plan)))
     assert isinstance(back, Plan)
