@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from finetune_planner.cli.app import run
 from planner.core.errors import ConfigError, PlannerError
 from planner.core.units import MIB
 from planner.options.images import Images
@@ -57,7 +58,7 @@ def through_json(document: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("level", [Fidelity.FORMULA, Fidelity.DRY_RUN, Fidelity.PROBE])
 def test_plan_json_round_trip(level: Fidelity) -> None:
     fixed = {"lora_targets": (("q_proj", "v_proj"),), "method": ("lora", "qlora"), "rollout": (Rollout(),)}
-    workload = make_workload(fixed={**fixed, "images": (Images(num=2, width=640, height=480),)})
+    workload = make_workload(fixed=fixed)
     plan = make_plan(workload, level=level, search={"trials": [1, 2], "stop": "budget"})
     back = plan_from_dict(through_json(plan_to_dict(plan)))
     assert isinstance(back, Plan)
@@ -67,6 +68,13 @@ def test_plan_json_round_trip(level: Fidelity) -> None:
     # Ranked candidates keep their totals per category, not each term.
     assert plan_to_dict(back)["ranked"] == plan_to_dict(plan)["ranked"]
     assert plan_to_dict(back) == plan_to_dict(plan)
+
+
+def test_a_plan_of_pictures_comes_back_from_the_json_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    pictures = ["--images-per-sample", "2", "--image-size", "640x480"]
+    assert run(["google/gemma-3-4b-it", "--gpu", "l40s", "--no-dry-run", "--no-history", *pictures, "--json=full"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert plan_from_dict(document).workload.fixed["images"] == (Images(num=2, width=640, height=480),)
 
 
 def test_plan_json_keeps_what_a_probe_measured_beside_its_peaks() -> None:
