@@ -92,8 +92,10 @@ def test_walk_leaves_out_what_no_engine_runs() -> None:
 def test_one_gpu_loads_no_engine_of_several() -> None:
     rooms = "('planner.speed.several_gpus', 'planner.memory.engines.')"
     code = (
-        "import sys; from tests.planner.helpers import plan_request; from planner.planning.walk import walk;"
-        f"assert list(walk(plan_request())); print(*sorted(n for n in sys.modules if n.startswith({rooms})))"
+        "import sys; from planner.hardware.gpus import find_gpu; from planner.models.catalogue import load;"
+        "from planner.planning.plan_request import PlanRequest; from planner.planning.walk import walk;"
+        "workload = PlanRequest().workload(load('Qwen/Qwen2.5-1.5B'), find_gpu('rtx-4090'));"
+        f"assert list(walk(workload)); print(*sorted(n for n in sys.modules if n.startswith({rooms})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["planner.memory.engines.base", "planner.memory.engines.whole"]
