@@ -167,7 +167,7 @@ def test_which_gpu_for_several_of_each(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_which_cluster_names_smallest_cheapest_and_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cards = ["--gpu", "rtx-4090", "--gpu", "a100-80gb", "--max-gpus", "2"]
+    cards = ["--gpu", "a100-80gb", "--max-gpus", "2"]
     arguments = ["which-cluster", "Qwen/Qwen2.5-7B", "--dataset-tokens", "20000000", *cards]
     assert run([*arguments, "--deadline", "24h", "--budget", "100", "--json=full"]) == 0
     answer = json.loads(capsys.readouterr().out)
