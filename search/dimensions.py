@@ -1,7 +1,7 @@
 """The dimensions of the search, as data: what may vary, how alike two values are, how far the formula may miss.
 
 Every field of `TrainSetup` is either a dimension here or named in `FIXED` with the reason; a test checks it. A new
-field on `TrainSetup` needs a row here and a distribution in `search.values.SPACE`: the sampler, the study and the
+field on `TrainSetup` needs a row here and a distribution in `search.study.SPACE`: the sampler, the study and the
 reports read this table.
 """
 
