@@ -382,15 +382,19 @@ def _line(name: str, place: str) -> int:
 
 def findings(place: Path, gpu: str, request: CheckRequest, limits: Memory) -> list[Finding]:
     """The answers for every training in a folder, or in one file, worst first; a file that a launch script of the
-    folder starts is answered for as it is started there."""
+    folder starts is answered for as it is started there, where several start it as the worst of them."""
     paths = candidates(place) if place.is_dir() else [place]
     answers = [answer for path in paths if (answer := finding(path, gpu, request, limits)) is not None]
-    starts = {path: answer for answer in answers for path in answer.started}
+    worst_first = [*OUTCOMES]
+    starts: dict[str, Finding] = {}
+    for answer in sorted(answers, key=lambda entry: worst_first.index(entry.outcome)):
+        for path in answer.started:
+            starts.setdefault(os.path.abspath(path), answer)
     answers = [
-        answer if answer.started or not (by := starts.get(answer.path.absolute())) else by.of_started(answer.path)
+        answer if answer.started or not (by := starts.get(os.path.abspath(answer.path))) else by.of_started(answer.path)
         for answer in answers
     ]
-    return sorted(answers, key=lambda entry: ([*OUTCOMES].index(entry.outcome), str(entry.path)))
+    return sorted(answers, key=lambda entry: (worst_first.index(entry.outcome), str(entry.path)))
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

@@ -135,3 +135,17 @@ def test_a_file_that_a_launch_starts_is_answered_for_as_it_is_started(tmp_path: 
         ["fits  ", name] for name in ("fsdp.yaml", "run.sh", "sft.yaml")
     ]
     assert text.count("as run.sh starts it: meta-llama/Llama-3.1-70B on H100 80GB HBM3: fits") == 2
+
+
+def test_a_launch_that_is_given_up_answers_for_nothing_it_names(tmp_path: Path, run: Run) -> None:
+    """By another form of the folder's path too."""
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "fits.yaml").write_text(FITS)
+    (tmp_path / "run.sh").write_text("python broken.py\ntrl sft --config fits.yaml\n")
+    (tmp_path / "sub").mkdir()
+    code, text = run(str(tmp_path / "sub" / ".."), "--gpu", "rtx-3060")
+    broken, *others = text.splitlines()[:3]
+    assert code == 2
+    assert broken.startswith("unreadable")
+    assert "broken.py: " in broken
+    assert ["as run.sh starts it: " in line for line in others] == [True, False]

@@ -49,8 +49,9 @@ class Launches:
             alike = (command.target, *(word for word in command.arguments if word.startswith("-")))
             if alike in given_up:
                 continue  # a loop over sizes or seeds of a program in which nothing is read
+            tried = replace(around, read=set())  # what a launch that is given up names is not what runs
             try:
-                reading = self.of_command(command, around)
+                reading = self.of_command(command, tried)
             except ConfigError as error:
                 problems.append(error)
                 if command.tool in ("python", "script"):
@@ -61,13 +62,14 @@ class Launches:
             assumptions = [f"read from the launch in {name}"]
             if len(launches) > 1:
                 assumptions = [f"{name} launches {len(launches)} runs: the first that can be read is taken"]
-            reading = with_launcher(with_segments(reading, command, around), command, around)
+            reading = with_launcher(with_segments(reading, command, tried), command, tried)
             if command.num_nodes > 1:
                 assumptions.append(
                     f"{command.num_gpus} GPUs on {command.num_nodes} nodes, linked as plan --gpus takes them"
                 )
             assumptions += reading.assumptions
-            return replace(reading, path=name, assumptions=tuple(assumptions), started=frozenset(around.read))
+            started = reading.started | tried.read
+            return replace(reading, path=name, assumptions=tuple(assumptions), started=started)
         raise min(problems, key=weight)
 
     def of_command(self, command: shell.Command, around: FileContext) -> ReadConfig:
