@@ -34,7 +34,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import shared
-from benchmarks.shared import rows_of
+from benchmarks.shared import rows_of, rows_so_far
 from planner.models.adapters import model_types
 from planner.planning.evidence.bands import MIXER_BAND, TREE_BAND, TREE_MIXTURE_BAND
 from probes.dryrun.startup import load_libraries
@@ -452,7 +452,7 @@ def main() -> None:
     if args.depths:
         _depths(args.depths, DEPTHS if args.out == DATA else args.out)
         return
-    lines = rows_of(args.out)
+    lines = rows_so_far(args.out)
     if args.markdown:
         PAGE.write_text(page(lines, rows_of(DEPTHS)))
         return

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from benchmarks.image_models import configs
-from benchmarks.shared import DATA, rows_of, write_rows
+from benchmarks.shared import DATA, rows_so_far, write_rows
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
@@ -69,7 +69,7 @@ def compared(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, case: dict[str, 
 
 def main() -> None:
     named = [word for word in sys.argv[1:] if not word.startswith("-")]
-    stored = rows_of(OUT) if named else []
+    stored = rows_so_far(OUT) if named else []
     rows, gpu, case_index = [row for row in stored if row["model"] not in named], find_gpu(GPU), 0
     for name, config in configs().items():
         if named and name not in named:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measured import own_rows
-from benchmarks.shared import DATA, at_share, dry_run_row, loaded, rows_of
+from benchmarks.shared import DATA, at_share, dry_run_row, loaded, rows_of, rows_so_far
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of
@@ -175,7 +175,7 @@ def refresh(path: Path, loss: str) -> None:
     """Dry-runs the points (of one loss) that the file does not have yet."""
     from benchmarks.formula_vs_dryrun import CAPABILITIES
 
-    done = {row["place"] for row in rows_of(path)}
+    done = {row["place"] for row in rows_so_far(path)}
     with path.open("a") as file:
         for place, row in enumerate(frozen()):
             if place in done or (loss and row["setup"]["loss"] != loss):

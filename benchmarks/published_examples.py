@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.shared import DATA, rows_of, write_rows
+from benchmarks.shared import DATA, rows_so_far, write_rows
 from finetune_planner.cli.checking import load
 from planner.core.errors import ConfigError, PlannerError
 from planner.core.units import GIB
@@ -386,7 +386,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the checkout")
     parser.add_argument("--dry-run", action="store_true", help="by the dry run, where it follows the setup")
     args = parser.parse_args()
-    rows = rows_of(ROWS)
+    rows = rows_so_far(ROWS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if args.read:

@@ -21,10 +21,15 @@ ERROR_COLUMNS = "points | median | 90th | 95th | worst | bias |\n|---|--:|--:|--
 
 
 def rows_of(path: Path) -> list[Any]:
-    """The rows of a file of JSON lines (".gz": packed), none where there is no file."""
-    raw = path.read_bytes() if path.exists() else b""
-    lines = (gzip.decompress(raw) if raw and path.suffix == ".gz" else raw).splitlines()
+    """The rows of a file of JSON lines (".gz": packed)."""
+    raw = path.read_bytes()
+    lines = (gzip.decompress(raw) if path.suffix == ".gz" else raw).splitlines()
     return [json.loads(line) for line in lines if line]
+
+
+def rows_so_far(path: Path) -> list[Any]:
+    """The same of a file that is being written: none where it is not there yet."""
+    return rows_of(path) if path.exists() else []
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:
@@ -112,7 +117,7 @@ def collect(
     def key(row: Mapping[str, Any]) -> str:
         return json.dumps([row["model"], row.get("gpu"), row["setup"]], sort_keys=True)
 
-    done = {key(row) for row in rows_of(path)}
+    done = {key(row) for row in rows_so_far(path)}
     with path.open("a", encoding="utf-8") as file:
         for head, setup in points:
             if len(done) >= limit:

@@ -21,7 +21,7 @@ from benchmarks import gathered
 from benchmarks.accuracy import _lookup
 from benchmarks.band_fit import COVERAGE, LEAST_ROWS, UNSEEN_STACK, as_row, fit_cell, holds, pooled_cell
 from benchmarks.measured import MeasuredRow, Quantity, load_rows
-from benchmarks.shared import DATA, DOCS, rows_of, write_rows
+from benchmarks.shared import DATA, DOCS, rows_so_far, write_rows
 from planner.core.errors import PlannerError
 from planner.planning.evidence.bands import Cell, band_stack, gpu_count_kind
 from planner.planning.predict import predict
@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--dry-runs", type=int, default=0, help="so many dry runs that are not recorded yet")
     args = parser.parse_args()
     rows = comparable_rows()
-    recorded = rows_of(ERRORS)
+    recorded = rows_so_far(ERRORS)
     today = {
         row.id: {"gpus": gpu_count_kind(row.setup), "stack": row.setup.stack} for row in rows if row.setup is not None
     }

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared import DATA, at_share, rows_of
+from benchmarks.shared import DATA, at_share, rows_of, rows_so_far
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -135,7 +135,7 @@ def main() -> None:
     from probes.dryrun.startup import collection_paused, load_libraries
 
     load_libraries()
-    done = len(rows_of(args.out))
+    done = len(rows_so_far(args.out))
     with args.out.open("a", encoding="utf-8") as file:
         for place, run in enumerate(islice(drawn(args.seed), args.runs)):
             if place < done:

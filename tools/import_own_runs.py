@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.shared import DATA, rows_of, write_rows  # noqa: E402
+from benchmarks.shared import DATA, rows_of, rows_so_far, write_rows  # noqa: E402
 from planner.core.errors import SetupError  # noqa: E402
 from planner.setup.interchange import setup_from_request  # noqa: E402
 
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--shared-device", action="store_true", help="device memory holds other processes' too")
     args = parser.parse_args()
     versions = dict(pair.split("=", 1) for pair in args.versions.split(","))
-    runs, rows = rows_of(args.runs), [row for row in rows_of(OUT) if row["group"] != args.group]
+    runs, rows = rows_of(args.runs), [row for row in rows_so_far(OUT) if row["group"] != args.group]
     shared = {"shared_device": args.shared_device}
     rows += [measured_row(run | shared, args.gpu, args.group, args.date, versions) for run in runs]
     rows.sort(key=lambda row: row["group"])

@@ -29,6 +29,7 @@ from planner.frameworks.readers.published import published
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
+from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import ModelSpec
 from planner.planning.check import band_of, with_extras
 from planner.planning.option_values import length, named
@@ -270,7 +271,7 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
     candidate: Candidate = Candidate(
         setup=config.setup, budget_bytes=workload.budget_bytes, formula=whole(formula(config.setup))
     )
-    if dry_run:
+    if dry_run and not dry_run_possible() and not built_by_transformers_4(model):
         line = ProgressLine()
         line.say(f"dry run of {entry.label}")
         dry = dry_run_of(config.setup, formula, model, card, workload.memory_bytes)

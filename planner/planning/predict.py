@@ -185,7 +185,7 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
         notes.append(risk(f"{words}; one layer's {gib(streamed[0])} are on the card"))
     if plain := unquantized_expert_bytes(model, setup):
         stacked = "transformers stacks them in bare parameters, which bitsandbytes does not quantize"
-        bits = 32 if setup.wide_stacks else 8 * SIZE_BYTES[setup.weight_dtype]
+        bits = 8 * SIZE_BYTES[dtype_policy_of(setup).stacks]
         way = ", and peft's k-bit preparation casts to fp32 (quantize_moe_experts: true quantizes them)"
         notes.append(risk(f"{gib(plain)} of the experts stay {bits}-bit: {stacked}{way * setup.wide_stacks}"))
     if paged := _paged_bytes(model, setup):

@@ -276,7 +276,7 @@ def _kubernetes(card: str, target: str, request: ExportRequest) -> str:
         "env": [{"name": "HF_TOKEN", "valueFrom": token}],
         "resourcesPerNode": {"requests": requests, "limits": gpus},
     }
-    patches = [{"manager": "finetune-planner/planning/plan", "trainingRuntimeSpec": patch}]
+    patches = [{"manager": "finetune-planner/plan", "trainingRuntimeSpec": patch}]
     spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer, "runtimePatches": patches}
     head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
     return _yaml({**head, "metadata": {"name": f"finetune-{target}"}, "spec": spec})

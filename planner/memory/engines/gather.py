@@ -88,7 +88,7 @@ def _block(
     size += stacks * plain
     if full:
         whole = (linear.in_features * linear.out_features for linear in layer.linears if linear.module != "parameter")
-        matrix = max(*whole, sum(linear.num_weights for linear in layer.linears if linear.is_stack))
+        matrix = max(0, *whole, sum(linear.num_weights for linear in layer.linears if linear.is_stack))
         return size, layer.num_params + stacks, matrix, 0, stacks
     for linear in adapted_ones:
         ranks = lora_rank(linear, inner.lora_rank) * linear.num
