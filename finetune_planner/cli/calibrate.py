@@ -9,9 +9,8 @@ import typer
 
 from finetune_planner.cli import options
 from finetune_planner.cli.output import console, print_json, write_text
-from planner.core.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.core.errors import ConfigError, UsageError
 from planner.core.inputs import parse_object, read_text
-from planner.core.install import install_command
 from planner.hardware.gpus import find_gpu
 from planner.models.catalogue import load
 from planner.models.spec import ModelSpec
@@ -86,11 +85,8 @@ def _with_figures(
     if file is not None:
         values = _read_json(file)
     else:
-        try:
-            from probes.gpu.microbench import microbenchmark
-        except ImportError as error:
-            hint = install_command("torch")
-            raise EnvironmentProblem(f"the micro-benchmark needs torch: {error}", hint=hint) from error
+        from probes.gpu.microbench import microbenchmark  # late: it says what it needs
+
         values = microbenchmark(device)
     bench = microbench_from_dict(values)
     try:

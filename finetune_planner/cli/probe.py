@@ -126,10 +126,10 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
     if isinstance(outcome, ProbeFailure):
         lines = [f"{outcome.kind.value.replace('_', ' ')}: {outcome.message}"]
         return [*lines, f"log: {outcome.log_path}"] if outcome.log_path else lines
-    layout, phases = max(outcome.step_times_s) - min(outcome.step_times_s), outcome.phase_peaks_bytes
+    spread, phases = max(outcome.step_times_s) - min(outcome.step_times_s), outcome.phase_peaks_bytes
     where = outcome.environment.gpu_name
-    speed = f"no speed ({', '.join(outcome.speed_spoiled_by)})"
-    speed = speed if outcome.tokens_per_s is None else f"{outcome.tokens_per_s:,.0f} tokens/s"
+    spoiled = ", ".join(outcome.speed_spoiled_by)
+    speed = f"no speed ({spoiled})" if outcome.tokens_per_s is None else f"{outcome.tokens_per_s:,.0f} tokens/s"
     peaks = [f"{name}{f' x {num}' if num > 1 else ''} {gib(size)}" for name, num, size in outcome.rank_peaks[:8]]
     more = f" and {len(outcome.rank_peaks) - len(peaks)} lower" if len(outcome.rank_peaks) > len(peaks) else ""
     lines = [
@@ -139,7 +139,7 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
         *(["  device peak of each rank: " + ", ".join(peaks) + more] if peaks else []),
         *(["  phases " + ", ".join(f"{name} {gib(size)}" for name, size in phases.items())] if phases else []),
         f"  {speed}, step {seconds(outcome.step_time_s)} "
-        f"(median of {len(outcome.step_times_s)}, spread {seconds(layout)})"
+        f"(median of {len(outcome.step_times_s)}, spread {seconds(spread)})"
         + (f", MFU {percent(outcome.mfu_fraction)}" if outcome.mfu_fraction is not None else ""),
     ]
     if outcome.program:

@@ -4,7 +4,7 @@ How the trainers behave (transformers 5.23, TRL 1.16, peft 0.21): `evaluate` wit
 only; with it every batch's logits stay on the GPU in fp32, and joining them (`eval_do_concat_batches`) holds them
 twice, unless `eval_accumulation_steps` sends each batch to the host. TRL makes them with a second, whole forward.
 `save_model` writes tensor by tensor and takes nothing of the GPU; `merge_and_unload` adds one matrix after the other.
-Measured: benchmarks/trace_evaluation.py, on a GPU that computes nothing.
+Measured: `git show e34acc15:benchmarks/trace_evaluation.py`, on a GPU that computes nothing.
 """
 
 from planner.core.records import dataclass

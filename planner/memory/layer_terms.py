@@ -473,13 +473,14 @@ def _routed_saved(mlp: MlpSpec, layer: LayerSpec, context: LayerContext) -> int:
     saved = routed * (copies * mlp.intermediate_size * multiplied + hidden * size)
     if context.trained or context.stacks:
         saved += routed * (mlp.intermediate_size + hidden) * multiplied
+    saved += 40 * routed + 4 * context.tokens * mlp.num_experts
     if context.setup.trainer.grouped_experts:  # its kernels read the stacks as they lie
-        return saved + 40 * routed + 4 * context.tokens * mlp.num_experts
+        return saved
     if context.setup.quantize_experts:
         saved += context.unpacked_bytes * sum(linear.num_weights for linear in layer.linears if linear.is_stack)
     elif context.stacks or (multiplied != size and not context.trained):
         saved += multiplied * sum(linear.num_weights for linear in layer.linears if linear.module == "parameter")
-    return saved + 40 * routed + 4 * context.tokens * mlp.num_experts
+    return saved
 
 
 def add_mlp(

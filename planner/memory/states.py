@@ -108,6 +108,9 @@ def pinned_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     return sum(1 << (size - 1).bit_length() for size in sizes) if streamed_stacks(model, setup) else 0
 
 
+_OF_WEIGHTS = attrgetter("quantization", "weight_dtype", "kbit_fp32_cast", "quantize_experts", "wide_stacks")
+
+
 def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
     """Bytes of the base model by part: "layers", "embeddings", "head", "outer", "idle".
 
@@ -116,10 +119,9 @@ def weight_bytes(model: ModelSpec, setup: TrainSetup) -> dict[str, int]:
 
     Source: transformers 5.23 `get_keys_to_not_convert`; peft 0.21 `prepare_model_for_kbit_training`.
     """
-    deciding = ("quantization", "weight_dtype", "kbit_fp32_cast", "quantize_experts", "wide_stacks")
     streams = setup.trainer.streams_experts and setup.quantize_experts
     widened = setup.trained_layers if setup.widens_trained else 0
-    key = ("weight bytes", streams, widened, *attrgetter(*deciding)(setup))
+    key = ("weight bytes", streams, widened, *_OF_WEIGHTS(setup))
     return model.once(key, lambda spec: _weight_bytes(spec, setup))
 
 

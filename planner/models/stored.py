@@ -53,7 +53,7 @@ def dequantizing_class(model: ModelSpec | None) -> str:
 
 def stored_bits(model: ModelSpec | None) -> str:
     """Our name for what bitsandbytes published a checkpoint in: "nf4-double", "nf4" or "int8"; "" for anything else."""
-    return _bits(_stored(model) or {"quant_method": ""})
+    return _bits(_stored(model) or {})
 
 
 def _bits(stored: Mapping[str, object]) -> str:

@@ -37,9 +37,10 @@ def branches_as_run(branch: TrainSetup, workload: Workload) -> Iterator[TrainSet
     if workload.num_gpus > 1:  # ZeRO-3 is the one engine under which a target gives the adapters another type
         layouts.append({"num_gpus": workload.num_gpus, "parallel": "zero3"})
     variants: dict[TrainSetup, None] = {}
+    open_fields = {*NOT_PLANNED} - {*workload.fixed}
     for layout in layouts:
         differences = TARGETS[workload.targets[0]].differences(branch.replace_trusted(**layout), workload.gpu)
-        changes = {each.field: each.runs_as for each in differences if each.field in {*NOT_PLANNED} - {*workload.fixed}}
+        changes = {each.field: each.runs_as for each in differences if each.field in open_fields}
         with suppress(SetupError):  # a branch of the default stack that this one's adapters cannot compute in
             variants[branch.replace(**changes).run_by(workload.targets[0])] = None
     yield from variants

@@ -43,7 +43,7 @@ class Prediction:
     """What a level without a GPU (formula, dry run, trace of the launch file) says about one setup.
 
     Attributes:
-        phase_peaks_bytes: allocated peak of each phase, keys of `memory.types.PHASES`.
+        phase_peaks_bytes: allocated peak of each phase, keys of `planner.setup.memory_terms.PHASES`.
         terms: what is alive at the peak, largest first.
         memory_band_fraction: half-width of the error band on memory (0.08: plus or minus 8 %), measured; the accuracy
             report says on what. With `bands` the wider side of what a run needs.
@@ -120,7 +120,8 @@ class Measurement:
         between_steps_s: what the trainer takes from one step's end to the next one's begin (median), where it was
             there; 0 where these are no trainer's steps.
         trainer_fraction: by how much longer the target's trainer takes for such a step, and `trainer_band_fraction` how
-            far that is known to differ (`planner.planning.evidence.trainers`); 0 where the steps are the trainer's own.
+            far that is known to differ (`planner.planning.evidence.bands.trainer_share`); 0 where the steps are the
+            trainer's own.
         program: whose steps these are: the launch target of a run, "" of our own step.
         layers_measured: depths that were really run, (full,) for full depth.
         extrapolation_error_fraction: how far the linear extension missed a third depth or the known parameter bytes.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from planner.hardware.gpu import GpuSpec
 from planner.memory.profiles import MONOMIALS, profiled_kind, respaced, structure_key
 from planner.models.spec import ModelSpec
+from planner.options.adapters import ADAPTERS
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
 from planner.options.stacks import DEFAULT
@@ -488,9 +489,6 @@ class ProgramSpeed:
         )
 
 
-_USUAL_RANK = 16
-
-
 class ScaledSpeed:
     """A formula's speeds where a structure has no program, and another that differs little has: so many times as fast
     as that one's program is beside its formula."""
@@ -549,10 +547,10 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
     if setup.trainer.trainer_overhead and setup.trainer.traces_masks:  # around transformers' own models
         changed |= {"stack": DEFAULT, "adapter_dtype": "auto"}
     if setup.method != "full":
-        others = {"lora_targets": "all-linear", "lora_dropout": 0.0, "adapter": "lora"}
-        # what a rank adds to other matrices is not what it adds to these
-        rank = {"lora_rank": _USUAL_RANK} if setup.lora_targets != "all-linear" or setup.adapter != "lora" else {}
-        changed |= others | rank
+        changed |= {"lora_targets": "all-linear", "lora_dropout": 0.0, "adapter": "lora"}
+        if (setup.lora_targets, setup.adapter) != ("all-linear", "lora"):
+            # what a rank adds to other matrices is not what it adds to these
+            changed["lora_rank"] = ADAPTERS["lora"].usual_size
     for kernels in dict.fromkeys((setup.kernels, "liger", "eager")):
         own_type = {"adapter_dtype": "fp32"} if kernels == "fused" else {}  # as its programs were run
         like = program_speed(model, gpu, setup.replace_trusted(kernels=kernels, **changed | own_type))

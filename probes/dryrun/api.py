@@ -94,10 +94,10 @@ def _report(
         limited = _cached_report(model, gpu, setup, {**options, "limit_bytes": limit}, use_cache)
         outcome = outcome if isinstance(limited, ProbeFailure) else limited
     prediction = outcome.prediction
-    prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + overhead)
-    prediction = with_run_speed(prediction, outcome.program, model, gpu, setup)
     if setup.objective_spec.rolls_out and setup.rollout_settings.colocated:
         prediction = _beside_vllm(prediction, model, gpu, setup)
+    prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + overhead)
+    prediction = with_run_speed(prediction, outcome.program, model, gpu, setup)
     return replace(outcome, prediction=with_evidence(prediction, gpu, setup, planned=planned))
 
 
@@ -114,11 +114,9 @@ def _beside_vllm(prediction: Prediction, model: ModelSpec, gpu: GpuSpec, setup: 
             prediction,
             peak_allocated_bytes=prediction.peak_allocated_bytes + resident,
             peak_reserved_bytes=prediction.peak_reserved_bytes + resident,
-            peak_device_bytes=prediction.peak_device_bytes + resident,
             phase_peaks_bytes={name: size + resident for name, size in prediction.phase_peaks_bytes.items()},
             terms=tuple(sorted((*prediction.terms, share), key=lambda term: -term.size_bytes)),
         )
-    outside = prediction.peak_device_bytes - prediction.peak_reserved_bytes
     lying = [
         *between_steps_terms(memory_of(model, gpu, setup)[0].breakdown),
         *generation_terms(model, gpu, setup, trained_parameters(model, setup).size_bytes),
@@ -129,9 +127,8 @@ def _beside_vllm(prediction: Prediction, model: ModelSpec, gpu: GpuSpec, setup: 
     terms = (MemoryTerm(category=kind, name=name, size_bytes=size, phases=("forward",)) for kind, name, size in lying)
     return replace(
         prediction,
-        peak_allocated_bytes=max(prediction.peak_allocated_bytes, awake),
+        peak_allocated_bytes=awake,
         peak_reserved_bytes=awake,
-        peak_device_bytes=awake + outside,
         peak_phase="forward",
         phase_peaks_bytes={**prediction.phase_peaks_bytes, "forward": awake},
         terms=tuple(sorted(terms, key=lambda term: -term.size_bytes)),

@@ -205,7 +205,7 @@ class FsdpWorld(JobWorld, Whole):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """the norm of all gradients is summed up over the ranks as DTensor does it,
+        """The norm of all gradients is summed up over the ranks as DTensor does it,
         from one stack of the parts' norms."""
         from torch.distributed.tensor import DTensor, Replicate
         from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -224,8 +224,8 @@ class FsdpWorld(JobWorld, Whole):
             yield
 
     def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
-        """rank 0's rows of the parameter. A plain tensor, as the step's kernels see
-        it: DTensor's own rules take seconds for the lists of a deep model."""
+        """Rank 0's rows of the parameter: a plain tensor, as the step's kernels see
+        it; DTensor's own rules take seconds for the lists of a deep model."""
         rows = -(-trainable.shape[0] // self._setup.shards)
         return torch.nn.Parameter(torch.empty((rows, *trainable.shape[1:]), dtype=trainable.dtype, device="meta"))
 

@@ -600,10 +600,10 @@ def test_prefix_tuning_does_not_run_under_gradient_checkpointing(on: bool, code:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "code", "said"), [("h100-sxm", 0, "its gradients are wrong"), ("a100-80gb", 1, "this cannot run")]
+    ("gpu", "code", "note"), [("h100-sxm", 0, "its gradients are wrong"), ("a100-80gb", 1, "this cannot run")]
 )
 def test_what_cannot_run_does_not_fit_and_wrong_gradients_are_said_first(
-    gpu: str, code: int, said: str, checked: Checked
+    gpu: str, code: int, note: str, checked: Checked
 ) -> None:
     """gpt_oss gets vllm-flash-attn3 for any flash attention: on Hopper it runs, and its sinks get no gradient."""
     file = (
@@ -614,7 +614,7 @@ def test_what_cannot_run_does_not_fit_and_wrong_gradients_are_said_first(
     exit_code, text, _ = checked(file, name="a.yaml", gpu=gpu)
     assert exit_code == code
     assert text.splitlines()[1].startswith("cannot run" if code else "fits")
-    assert text.partition("Notes\n")[2].strip().startswith(f"· {said}")
+    assert text.partition("Notes\n")[2].strip().startswith(f"· {note}")
 
 
 @pytest.mark.parametrize(

@@ -395,14 +395,18 @@ def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         return
     from planner.memory.engines.host import HOST_SHARE, assumed_host_bytes, host_bytes_per_node, host_gib
 
-    options, usual = [], int(assumed_host_bytes(workload) / HOST_SHARE)
-    for host, offload in product((usual, workload.host_bytes), ("optimizer", "parameters")):
-        request = replace(workload, fixed={**workload.fixed, "offload": (offload,)}, host_bytes=host)
-        for node, point in best_points(request).items():
-            if point is not None:
-                most = point.peak_device_bytes * (1 + memory_band(workload.model, point.setup, workload.gpu))
-                need = host_bytes_per_node(workload.model, point.setup, 1)
-                options.append((most > workload.budget_bytes, host != usual, need, offload, node, point))
+    options: list[tuple[bool, bool, int, str, Node, WalkedSetup]] = []
+    usual = workload.host_bytes or int(assumed_host_bytes(workload) / HOST_SHARE)
+    for host in dict.fromkeys((usual, workload.host_bytes)):
+        for offload in ("optimizer", "parameters"):
+            request = replace(workload, fixed={**workload.fixed, "offload": (offload,)}, host_bytes=host)
+            for node, point in best_points(request).items():
+                if point is not None:
+                    most = point.peak_device_bytes * (1 + memory_band(workload.model, point.setup, workload.gpu))
+                    need = host_bytes_per_node(workload.model, point.setup, 1)
+                    options.append((most > workload.budget_bytes, host != usual, need, offload, node, point))
+        if any(not tight for tight, *_ in options):
+            break  # of a larger host nothing would be better
     if options:
         *_, need, offload, node, point = min(options, key=lambda option: option[:3])
         saved = nearest.formula.peak_device_bytes - point.peak_device_bytes

@@ -273,7 +273,7 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
     """The prediction with the bands of published runs like it. Upwards its memory band is that of what a run needs:
     as far as runs allocated more, for what a device holds beyond it PyTorch caches, and gives back. Judged so, of 162
     published runs that went out of memory none fits, as when judged by what devices held; of 768 that went through 57
-    are uncertain, not 106 (`benchmarks.verdicts`, 30 November 2026).
+    are uncertain, not 109 (`benchmarks.verdicts`, 30 November 2026).
 
     Args:
         planned: the setup is a plan's own, which keeps the memory band that it was chosen by: current versions, the
