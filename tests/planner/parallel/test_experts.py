@@ -1,5 +1,6 @@
 """Experts that are dealt out over GPUs: bytes and seconds by hand, refusals, what stays as it is."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of, why_not
 from planner.memory.engines.expert_parallel import share_of
+from planner.memory.engines.gather import gathered_groups
 from planner.memory.layer_terms import PAIR_BYTES, replicas
 from planner.memory.layers import layer_costs
 from planner.memory.micro_batch import step_dtype_policy
@@ -208,3 +210,11 @@ def test_memory_falls_with_the_degree_as_less_is_gathered() -> None:
     sizes = [rank_memories(MODEL, H100, _setup(degree))[0].breakdown.peak_allocated_bytes for degree in (2, 4, 8)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] < rank_memories(MODEL, H100, _setup(1))[0].breakdown.peak_allocated_bytes
+
+
+def test_a_layer_of_bare_parameters_alone_has_its_largest_gradient_in_its_stacks() -> None:
+    """As a module tree may have one: by hand, all three stacks of its experts at once."""
+    (layer,) = MODEL.layer_kinds
+    stacks = tuple(linear for linear in layer.linears if linear.module == "parameter")
+    model = replace(MODEL, layer_kinds=(replace(layer, linears=stacks),))
+    assert gathered_groups(model, _setup(1), 8).matrix == EXPERTS * EACH
