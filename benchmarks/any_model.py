@@ -35,7 +35,7 @@ from unittest import mock
 
 from benchmarks import shared
 from benchmarks.shared import rows_of, rows_so_far
-from planner.models.adapters import model_types
+from planner.models.families import model_types
 from planner.planning.evidence.bands import MIXER_BAND, TREE_BAND, TREE_MIXTURE_BAND
 from probes.dryrun.startup import load_libraries
 
@@ -162,8 +162,8 @@ def _first(folder: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     """How far the first answer, of a type without an adapter by its sizes alone, is from the dry run of the choice."""
     from planner.core.errors import PlannerError
     from planner.hardware.gpus import find_gpu
-    from planner.models.adapters import spec_from_sizes
     from planner.models.config_file import CONFIG_NAME, read_config
+    from planner.models.families import spec_from_sizes
     from planner.planning.predict import predict
     from planner.setup.interchange import setup_from_dict
 

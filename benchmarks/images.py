@@ -18,8 +18,8 @@ from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
 from planner.models.encoders import image_tokens, with_vision
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.options.images import Images, with_text

@@ -14,8 +14,8 @@ from statistics import median
 from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import default_attention
 from planner.models import catalogue
-from planner.models.adapters import alike
-from planner.models.adapters.fields import Fields
+from planner.models.families import alike
+from planner.models.families.fields import Fields
 from planner.models.spec import ModelSpec
 from planner.planning.predict import predict
 from planner.setup import TrainSetup

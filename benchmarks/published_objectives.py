@@ -17,9 +17,9 @@ from benchmarks.image_models import configs
 from benchmarks.shared import DATA, rows_of
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
-from planner.models.adapters import spec_from_config
 from planner.models.catalogue import load
 from planner.models.encoders import with_vision
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup.interchange import setup_from_dict
 

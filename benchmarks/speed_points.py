@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.shared import DATA, rows_of
 from planner.hardware.gpus import find_gpu
-from planner.models.adapters import spec_from_config
 from planner.models.catalogue import load
+from planner.models.families import spec_from_config
 from planner.models.module_tree import tree_digest
 from planner.models.spec import LinearSpec, ModelSpec
 from planner.setup.codec import decode

@@ -25,7 +25,7 @@ from benchmarks import shared
 from benchmarks.shared import at_share
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
 from planner.hardware.gpus import find_gpu
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.options.objectives import OBJECTIVES
 from planner.options.rollouts import Rollout
 from planner.planning.answer import plan_workload

@@ -32,7 +32,7 @@ from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.frameworks.hyperparameters import choose
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.setup import TrainSetup
 from planner.setup.allowed import LOSSES, METHODS, PRECISIONS, QUANTIZATIONS
 from probes.dryrun.api import report_for_config

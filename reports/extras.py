@@ -14,7 +14,7 @@ from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.codec import decode
 from planner.setup.interchange import setup_to_dict, to_jsonable
-from planner.setup.outcome import Candidate, Evidence, ProbeFailure, Verdict
+from planner.setup.outcome import Candidate, Evidence, Fit, ProbeFailure
 from reports.text import failure_words
 
 MAX_TENSORS = 12
@@ -100,7 +100,7 @@ class SensitivityPoint:
     tight: bool = False
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Fit:
         """As a candidate's."""
         return "over" if not self.fits else "tight" if self.tight else "fits"
 

@@ -14,7 +14,7 @@ from planner.memory.workload import PRICE_GIVEN, Workload
 from planner.planning.lora_rank import floor_of
 from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
 from planner.planning.useful import cost_usd, job_s, useful_tokens_per_s
-from planner.setup.outcome import Candidate, Evidence, Fidelity, Prediction, ProbeFailure, Verdict, speed_level
+from planner.setup.outcome import Candidate, Evidence, Fidelity, Fit, Prediction, ProbeFailure, speed_level
 from reports.plain import clean, joined, plural
 from reports.setup_text import layout_words, setup_words
 
@@ -145,8 +145,8 @@ def failure_words(failure: ProbeFailure) -> str:
     )
 
 
-FIT_WORDS: Mapping[Verdict, str] = {"fits": "yes", "tight": "tight", "over": "no"}
-FIT_COLOURS: Mapping[Verdict, str] = {"fits": "green", "tight": "yellow", "over": "red"}
+FIT_WORDS: Mapping[Fit, str] = {"fits": "yes", "tight": "tight", "over": "no"}
+FIT_COLOURS: Mapping[Fit, str] = {"fits": "green", "tight": "yellow", "over": "red"}
 
 
 def verdict_style(candidate: Candidate) -> str:

@@ -27,7 +27,7 @@ from planner.core.packed import read_packed, write_packed
 from planner.hardware.gpu import GpuSpec
 from planner.memory.profiles import OF_RANKS, SCHEMA, SHIPPED, config_digest, profiles_of, save_profiles, structure_key
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import AttentionSpec, ModelSpec
 from planner.models.structures import sizes_of, structure_of
 from planner.options.losses import TRL_VOCAB_CHUNK

@@ -23,7 +23,7 @@ from benchmarks.multi_gpu_points import FILE as MULTI_GPU
 from benchmarks.multi_gpu_scaling import SHAPES, config_of
 from benchmarks.speed_points import FILE, TREES
 from planner.models import catalogue
-from planner.models.adapters import has_adapter
+from planner.models.families import has_family
 from planner.models.module_tree import SHIPPED, tree_digest
 from probes.module_tree import spec_of_tree
 
@@ -54,7 +54,7 @@ def write(path: Path, configs: Sequence[Mapping[str, Any]]) -> None:
     """The trees of those whose types have no adapter."""
     lines = {}
     for config in configs:
-        if not has_adapter(config["model_type"]) and tree_digest(config) not in lines:
+        if not has_family(config["model_type"]) and tree_digest(config) not in lines:
             spec = _lean(spec_of_tree(config, model_id="", source=""))
             stored = {name: value for name, value in spec.items() if name not in _OWN} | {"model_id": ""}
             raw = copy.deepcopy(dict(config))  # transformers writes into nested objects

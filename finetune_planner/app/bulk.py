@@ -13,8 +13,8 @@ from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
 from planner.models.config_file import CONFIG_NAME, parse_config, read_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.planning.answer import plan_workload
 from planner.planning.groups import WalkCache

@@ -21,7 +21,7 @@ from planner.core.notes import Place, place_of, risk
 from planner.core.records import dataclass
 from planner.frameworks.exporters import Launch
 from planner.memory.workload import Workload
-from planner.models.adapters import spec_from_sizes
+from planner.models.families import spec_from_sizes
 from planner.models.spec import ModelSpec
 from planner.planning.plan import NoPlan, Plan
 from planner.setup.interchange import to_jsonable
@@ -256,12 +256,12 @@ def say_first(config: Mapping[str, Any], workload: Callable[[ModelSpec], Workloa
     name = str(config.get("model_type"))
     plan = _by_sizes(config, workload)
     if plan is None:
-        say(f"{name} has no adapter and its sizes alone tell too little: {FOLLOWS}.")
+        say(f"{name} is of no family known here and its sizes alone tell too little: {FOLLOWS}.")
         return
     from reports.text import nothing_sentence, short_verdict
 
     verdict = short_verdict(plan) if isinstance(plan, Plan) else nothing_sentence(plan)
-    say(f"{name} has no adapter. By the sizes in its config.json alone: {verdict}")
+    say(f"{name} is of no family known here. By the sizes in its config.json alone: {verdict}")
     say(f"{FOLLOWS[0].upper()}{FOLLOWS[1:]}.")
 
 

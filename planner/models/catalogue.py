@@ -13,7 +13,7 @@ from typing import Any
 
 from planner.core.records import dataclass
 from planner.core.shipped import DATA
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.stored import PLAIN_COPIES, plain_copy
 

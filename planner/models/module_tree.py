@@ -1,4 +1,4 @@
-"""A `ModelSpec` for an architecture that no adapter knows: read off the module tree that transformers builds.
+"""A `ModelSpec` for an architecture that no family knows: read off the module tree that transformers builds.
 
 Those of the catalogue ship (`python -m tools.build_trees`). torch is no part of this package, so another process reads
 any other (`probes.module_tree`): the one that loads the dry run's libraries where there is one (`read_with`), else a
@@ -37,7 +37,8 @@ MAX_BYTES = 16 * 1024**2
 VERSION = 11
 """Part of the cache's key: raise it whenever the reading of a tree can change."""
 SHIPPED = DATA / "module_trees.jsonl.gz"
-"""A line for each model of the catalogue whose type has no adapter: the digests of its configuration, as published and
+"""A line for each model of the catalogue whose type is of no known family: the digests of its configuration, as
+published and
 as transformers saves it, and its spec."""
 _OF_NO_TREE = frozenset(
     {

@@ -9,9 +9,9 @@ from pathlib import Path
 from planner.core.errors import ConfigError, UnknownModelError, UsageError
 from planner.core.inputs import parse_object, read_bytes
 from planner.models import catalogue, hub
-from planner.models.adapters import spec_from_config
-from planner.models.adapters.fields import shown
 from planner.models.config_file import CONFIG_NAME, read_config
+from planner.models.families import spec_from_config
+from planner.models.families.fields import shown
 from planner.models.spec import ModelSpec
 
 _HUB_PAGE = re.compile(
@@ -37,7 +37,7 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
         like: as `spec_from_config` takes it.
 
     Raises:
-        UnknownModelError: nothing answers, several models could be meant (`could_be`), or no adapter knows the
+        UnknownModelError: nothing answers, several models could be meant (`could_be`), or no family knows the
             architecture; the hint lists close names.
         ConfigError: a config.json is found and cannot be understood.
         UsageError: a revision of a local path.

@@ -329,7 +329,7 @@ class ModelSpec:
         traits: what its class does in its own way.
         lacks: what transformers' class does not have, of `LACKING`.
         moved_targets: module names of earlier versions that PEFT takes for stacked parameters, each with their role.
-        from_tree: whether it was read off the module tree that transformers builds, for lack of an adapter.
+        from_tree: whether it was read off the module tree that transformers builds, for lack of a known family.
         like: the kind whose geometry a type that nobody knows was given (`--like`), "" for a known one.
         config: the raw configuration, for the dry run and the probe.
         config_source: where it came from, one line.

@@ -9,7 +9,7 @@ from planner.core.records import dataclass
 from planner.core.units import percent, signed_gib
 from planner.memory.workload import Workload
 from planner.setup import TrainSetup
-from planner.setup.outcome import Candidate, Measurement, Prediction, Verdict
+from planner.setup.outcome import Candidate, Fit, Measurement, Prediction
 
 CorrectionKey = tuple[object, ...]
 
@@ -105,7 +105,7 @@ def with_trades(chosen: Candidate, others: Sequence[Alternative]) -> tuple[Alter
     )
 
 
-def _trade(mine: Evidence, theirs: Evidence, *, verdict: Verdict) -> str:
+def _trade(mine: Evidence, theirs: Evidence, *, verdict: Fit) -> str:
     ratio = (theirs[1].tokens_per_s or 0.0) / (mine[1].tokens_per_s or math.inf)
     delta = theirs[0].peak_device_bytes - mine[0].peak_device_bytes
     change = percent(abs(ratio - 1))

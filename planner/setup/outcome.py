@@ -210,7 +210,7 @@ class ProbeFailure:
 
 
 Evidence = Prediction | Measurement | ProbeFailure
-Verdict = Literal["fits", "tight", "over"]
+Fit = Literal["fits", "tight", "over"]
 
 
 def speed_level(evidence: Evidence) -> Fidelity:
@@ -271,7 +271,7 @@ class Candidate:
         return self.memory_evidence.peak_device_bytes <= self.budget_bytes
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Fit:
         """Whether it fits for sure: "tight" where a predicted peak's error band reaches past the budget."""
         evidence = self.memory_evidence
         above = evidence.memory_band.above if isinstance(evidence, Prediction) else 0.0

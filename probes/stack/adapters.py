@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from planner.memory.trained import layer_numbers, of_tokens, scaled_inputs
-from planner.models.adapters import has_adapter, spec_from_config
 from planner.models.encoders import with_vision
+from planner.models.families import has_family, spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, peft_target_modules
 from planner.setup import TrainSetup
@@ -36,7 +36,7 @@ def spec_of(model: Any) -> ModelSpec:
     raw = model.config.to_dict()
     raw.get("text_config", raw).pop("per_layer_config", None)
     names = {"model_id": model.config.model_type, "source": "built model"}
-    supported = has_adapter(model.config.model_type)
+    supported = has_family(model.config.model_type)
     return spec_from_config(raw, **names) if supported else spec_of_model(model, raw, **names)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
 from planner.memory.trained import trained_parameters
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, export_request, num_saved, two_steps

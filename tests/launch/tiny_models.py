@@ -12,7 +12,7 @@ from typing import Any
 from planner.frameworks.exporters import DatasetChoice, ExportRequest
 from planner.frameworks.hyperparameters import choose
 from planner.models import catalogue, module_tree
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 

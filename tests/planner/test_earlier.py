@@ -8,8 +8,8 @@ from finetune_planner.cli.checking import corrected, load, predictor
 from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.memory.workspace import cublas_workspace_bytes
-from planner.models.adapters import spec_from_config
 from planner.models.earlier import built_by_transformers_4, of_transformers_4
+from planner.models.families import spec_from_config
 from planner.models.resolve import resolve_model
 from planner.models.targets import num_lora_params
 from planner.planning.predict import predict

@@ -6,7 +6,7 @@ import pytest
 
 from finetune_planner.cli.make import FOLLOWS, say_first
 from planner.memory.workload import Workload
-from planner.models.adapters import spec_from_sizes
+from planner.models.families import spec_from_sizes
 from planner.models.spec import ModelSpec
 from tests.planner.helpers import plan_request
 

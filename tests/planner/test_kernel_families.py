@@ -17,7 +17,7 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.micro_batch import activation_parts
 from planner.memory.model import predict_memory
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.options.kernels import (
     COMPILE_BAND,

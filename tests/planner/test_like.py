@@ -10,7 +10,7 @@ from benchmarks.like_known import errors, pairs
 from planner.core.errors import ConfigError, PlannerError, UnknownModelError, UsageError
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.module_tree import NoTree
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec

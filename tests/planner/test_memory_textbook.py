@@ -10,7 +10,7 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.states import nf4_bytes, state_bytes, step_bytes
 from planner.memory.trained import trained_parameters
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.targets import num_lora_params
 from planner.planning.answer import plan_workload
 from planner.planning.plan import Plan

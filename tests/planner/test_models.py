@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from planner.models import catalogue
-from planner.models.adapters import model_types, spec_from_config
+from planner.models.families import model_types, spec_from_config
 from tests.planner.helpers import loaded
 
 ENTRIES = catalogue.entries()

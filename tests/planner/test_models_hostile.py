@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from planner.core.errors import ConfigError, PlannerError, UnknownModelError
 from planner.models import catalogue
-from planner.models.adapters import has_adapter, model_types, spec_from_config
 from planner.models.config_file import MAX_CONFIG_BYTES, parse_config, with_floats
+from planner.models.families import has_family, model_types, spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.structures import changes as lengths_of_change
 from tests.whole import some
 
-ONE_PER_TYPE = {entry.model_type: dict(entry.config) for entry in catalogue.entries() if has_adapter(entry.model_type)}
+ONE_PER_TYPE = {entry.model_type: dict(entry.config) for entry in catalogue.entries() if has_family(entry.model_type)}
 """Others are read by transformers itself, in another process."""
 
 JUNK: list[Any] = [
@@ -89,7 +89,7 @@ def test_any_single_field_missing_is_refused_or_understood(model_type: str) -> N
         accept_or_refuse(changed)
 
 
-@pytest.mark.parametrize("model_type", [model_type for model_type in model_types() if has_adapter(model_type)])
+@pytest.mark.parametrize("model_type", [model_type for model_type in model_types() if has_family(model_type)])
 def test_a_config_of_nothing_but_a_type_is_refused(model_type: str) -> None:
     with pytest.raises(ConfigError, match="missing"):
         build({"model_type": model_type})

@@ -8,7 +8,7 @@ from planner.frameworks.exporters import EXPORTERS
 from planner.hardware.gpus import find_gpu
 from planner.memory.states import weight_bytes
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, stored_method
 from planner.planning.plan_request import PlanRequest

@@ -10,7 +10,7 @@ import pytest
 from planner.hardware.gpus import find_gpu
 from planner.memory.rank_part import rank_parts
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed.roofline import (

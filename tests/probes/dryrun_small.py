@@ -8,7 +8,7 @@ import pytest
 from planner.hardware.gpu import GpuSpec
 from planner.memory.model import predict_memory
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction

@@ -11,7 +11,7 @@ from planner.core.errors import SetupError  # noqa: E402
 from planner.frameworks.exporters import EXPORTERS  # noqa: E402
 from planner.memory.trained import trained_parameters  # noqa: E402
 from planner.models import module_tree  # noqa: E402
-from planner.models.adapters import spec_from_config  # noqa: E402
+from planner.models.families import spec_from_config  # noqa: E402
 from planner.options.adapters import ADAPTERS  # noqa: E402
 from planner.setup.interchange import setup_from_dict  # noqa: E402
 from probes.module_tree import answer  # noqa: E402

@@ -16,8 +16,8 @@ pytest.importorskip("peft")
 import torch
 
 from benchmarks.any_model import DATA, DEPTHS, PAGE, causal_types, page, passes, planned, written
-from planner.models.adapters import has_adapter, spec_from_config
 from planner.models.config_file import CONFIG_NAME, read_config
+from planner.models.families import has_family, spec_from_config
 from probes.stack.build import bare_model
 from probes.stack.configs import load_config
 from probes.stack.tree import spec_of_model
@@ -48,7 +48,7 @@ def test_a_type_is_counted_to_the_parameter(model_type: str, tmp_path: Path) -> 
     model = bare_model(load_config(raw), torch.bfloat16, "eager")
     num_params = sum(parameter.numel() for parameter in model.parameters())
     specs = [spec_of_model(model, raw, model_id="m", source="s")]
-    if has_adapter(model_type):
+    if has_family(model_type):
         specs.append(spec_from_config(raw, model_id="m", source="s"))
     assert [spec.num_params for spec in specs] == [num_params] * len(specs)
     assert all(spec.layer_order for spec in specs)

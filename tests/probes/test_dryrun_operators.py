@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.hardware.gpus import find_gpu
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.planning.run_speed import run_speed
 from planner.setup import TrainSetup

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from finetune_planner.cli.app import run
 from planner.core.errors import UsageError
 from planner.hardware.gpus import find_gpu
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.samples.lengths import OverLengths, micro_batches, stated_lengths
 from planner.setup import TrainSetup
 from probes.allocator import Alloc

@@ -21,8 +21,8 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.model import predict_memory
 from planner.memory.trained import trained_parameters
-from planner.models.adapters import spec_from_config
 from planner.models.encoders import encoder_of, image_tokens
+from planner.models.families import spec_from_config
 from planner.models.stored import stored_refusal
 from planner.models.vision_encoders import mobilenet
 from planner.options.images import Images

@@ -17,8 +17,8 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import missing_kernels
 from planner.memory.model import predict_memory
 from planner.memory.workspace import context_bytes
-from planner.models.adapters import spec_from_config
 from planner.models.encoders import encoder_of, image_tokens, with_vision
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.options.images import Images
 from planner.planning.peaks import Family, Rank, SharedLayers, distinct_parts

@@ -10,7 +10,7 @@ from meta_models import build_on_meta, of_causal_types, shallow
 
 from planner.core.errors import SetupError
 from planner.models import catalogue, module_tree
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import Targets, lora_linears, num_lora_params, peft_target_modules
 from tests.whole import paired

@@ -8,7 +8,7 @@ import pytest
 from meta_models import build_on_meta, of_causal_types
 
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
 from tests.whole import these
 

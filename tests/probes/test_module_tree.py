@@ -1,4 +1,4 @@
-"""An architecture that no adapter knows: its spec is read off the module tree, and the formula stands on that."""
+"""An architecture that no family knows: its spec is read off the module tree, and the formula stands on that."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from planner.core.install import install_command
 from planner.frameworks.exporters import EXPORTERS
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue, module_tree
-from planner.models.adapters import has_adapter, model_types, spec_from_config
+from planner.models.families import has_family, model_types, spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
 from planner.planning.evidence.bands import ENCODER_BAND
@@ -100,7 +100,7 @@ def test_a_tree_says_what_the_adapter_says(model_type: str) -> None:
     config = OF_EACH_TYPE[model_type].config
     made = spec_from_config(config, model_id="m", source="s")
     read = spec_of_tree(config, model_id="m", source="s")
-    if not has_adapter(model_type):
+    if not has_family(model_type):
         assert replace(read, from_tree=False) == made
         return
     assert read.num_params == made.num_params

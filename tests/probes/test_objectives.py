@@ -10,7 +10,7 @@ import pytest
 from benchmarks.trace_vs_dryrun import config_of
 from planner.hardware.gpus import find_gpu
 from planner.memory.states import weight_bytes
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.options.objectives import OBJECTIVES
 from planner.planning.predict import predict
 from planner.setup.interchange import setup_from_dict

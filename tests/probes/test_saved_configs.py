@@ -9,7 +9,7 @@ import pytest
 from meta_models import auto_config
 
 from planner.models import catalogue
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.resolve import resolve_model
 from tests.whole import these
 

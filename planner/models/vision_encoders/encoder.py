@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import prod
 
 from planner.core.records import dataclass
-from planner.models.adapters.parts import linear, plain
+from planner.models.families.parts import linear, plain
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, Role, Traits
 
 FP32_BYTES = 4

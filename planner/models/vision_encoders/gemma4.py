@@ -6,7 +6,7 @@ from math import sqrt
 from typing import Any
 
 from planner.core.errors import SetupError
-from planner.models.adapters.parts import SANDWICH, gated, linear, norm
+from planner.models.families.parts import SANDWICH, gated, linear, norm
 from planner.models.spec import LayerSpec, ModelSpec, Role
 from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp, one_matrix
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.models.adapters.parts import layer_norm, linear, plain
+from planner.models.families.parts import layer_norm, linear, plain
 from planner.models.spec import LayerSpec, ModelSpec, Role
 from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp, one_matrix
 

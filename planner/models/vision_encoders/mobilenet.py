@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from planner.core.errors import SetupError
-from planner.models.adapters.parts import linear, norm
+from planner.models.families.parts import linear, norm
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.models.vision_encoders.encoder import Encoder, Projector, encoder_model
 

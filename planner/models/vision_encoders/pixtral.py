@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import ceil, floor
 from typing import Any
 
-from planner.models.adapters.parts import gated, linear, norm, plain
+from planner.models.families.parts import gated, linear, norm, plain
 from planner.models.spec import LayerSpec, ModelSpec, Role
 from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp
 

@@ -6,7 +6,7 @@ from math import floor, sqrt
 from typing import Any, NamedTuple
 
 from planner.core.errors import SetupError
-from planner.models.adapters.parts import gated, layer_norm, linear, norm, plain
+from planner.models.families.parts import gated, layer_norm, linear, norm, plain
 from planner.models.spec import LayerSpec, ModelSpec, NormSpec
 from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp, projector
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.core.errors import SetupError
-from planner.models.adapters.parts import layer_norm, linear, norm, plain
+from planner.models.families.parts import layer_norm, linear, norm, plain
 from planner.models.spec import LayerSpec, ModelSpec, Role
 from planner.models.vision_encoders.encoder import (
     Encoder,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
-from planner.models.adapters.parts import layer_norm, linear, norm, plain
+from planner.models.families.parts import layer_norm, linear, norm, plain
 from planner.models.spec import LayerSpec, ModelSpec, Role
 from planner.models.vision_encoders.encoder import Encoder, attention, encoder_model, mlp, one_matrix, projector
 from planner.models.vision_encoders.siglip import LAST_NORM, SIGLIP, of_one_size, siglip_model

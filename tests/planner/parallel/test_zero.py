@@ -12,7 +12,7 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.engines import zero
 from planner.memory.model import rank_memories
 from planner.memory.workspace import cublas_workspace_bytes
-from planner.models.adapters import spec_from_config
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from tests.planner.helpers import loaded

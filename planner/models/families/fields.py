@@ -1,4 +1,4 @@
-"""One validating accessor for `config.json`: every value that an adapter reads comes through `Fields`.
+"""One validating accessor for `config.json`: every value that a family reads comes through `Fields`.
 
 A config is a stranger's file. Whatever it holds (wrong types, NaN, negative or absurd sizes, lists where numbers
 belong), reading it either gives a value of the asked type within sane bounds or a `ConfigError` that says what was

@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.core.close import close_names
 from planner.core.errors import UnknownModelError, UsageError
-from planner.models.adapters.fields import Fields, shown
+from planner.models.families.fields import Fields, shown
 from planner.models.spec import ModelSpec
 from planner.models.stored import with_kept
 
@@ -19,22 +19,22 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str, l
         config: the parsed config.json.
         model_id: what the model is called.
         source: where the configuration came from, one line.
-        like: the kind (`alike.KINDS`) whose geometry it has where neither an adapter nor transformers knows its type.
+        like: the kind (`alike.KINDS`) whose geometry it has where neither a family nor transformers knows its type.
 
     Raises:
         UsageError: `like` of a type that is known, or of a configuration that tells of another kind.
-        UnknownModelError: no adapter knows its `model_type` and no module tree can be read; the hint names close ones.
+        UnknownModelError: no family knows its `model_type` and no module tree can be read; the hint names close ones.
         ConfigError: a field is missing, of the wrong type or out of bounds.
     """
     fields = Fields(config, "config.json")
     fields.check_what_all_have()
     model_type = fields.text("model_type", **({"default": "unnamed"} if like else {}))
-    if not has_adapter(model_type):
+    if not has_family(model_type):
         spec = _unadapted(fields, model_type, like)
     elif like:
         raise UsageError(f"--like {shown(like)}: model_type {model_type} is known", hint="leave --like out")
     else:
-        from planner.models.adapters import llama_like
+        from planner.models.families import llama_like
 
         spec = llama_like.build(fields)
     source += _taken_from_defaults(config, spec)
@@ -42,17 +42,17 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str, l
 
 
 def spec_from_sizes(config: Mapping[str, Any], *, model_id: str, source: str) -> ModelSpec | None:
-    """The spec of a type without an adapter by its sizes alone, at once, as `like` would make it; None where they tell
+    """The spec of a type of no known family by its sizes alone, at once, as `like` would make it; None where they tell
     of no kind, or of other layers than its.
 
     Raises:
         ConfigError: a size is of the wrong type or out of bounds.
     """
-    from planner.models.adapters import alike
+    from planner.models.families import alike
 
     fields = Fields(config, "config.json")
     model_type, kind = fields.text("model_type", default="unnamed"), alike.kind_of(fields)
-    if not kind or has_adapter(model_type):
+    if not kind or has_family(model_type):
         return None
     try:
         spec = alike.build(fields, kind)
@@ -62,23 +62,23 @@ def spec_from_sizes(config: Mapping[str, Any], *, model_id: str, source: str) ->
 
 
 def model_types() -> tuple[str, ...]:
-    """Every `model_type` that an adapter knows, or that ships module trees."""
-    from planner.models.adapters.llama_like import FAMILIES
+    """Every `model_type` that a family knows, or that ships module trees."""
+    from planner.models.families.llama_like import FAMILIES
     from planner.models.module_tree import shipped_types
 
     return tuple(sorted((*FAMILIES, *shipped_types())))
 
 
-def has_adapter(model_type: str) -> bool:
-    """Whether an adapter reads configurations of this type."""
-    from planner.models.adapters.llama_like import FAMILIES
+def has_family(model_type: str) -> bool:
+    """Whether a family reads configurations of this type."""
+    from planner.models.families.llama_like import FAMILIES
 
     return model_type in FAMILIES
 
 
 def _unadapted(fields: Fields, model_type: str, like: str) -> ModelSpec:
-    """The spec of a type without an adapter: its module tree, else the geometry that it is said to have."""
-    from planner.models.module_tree import NoTree, spec_from_tree  # late: most models have an adapter
+    """The spec of a type of no known family: its module tree, else the geometry that it is said to have."""
+    from planner.models.module_tree import NoTree, spec_from_tree  # late: most models have a family
 
     for name, kind in (("hidden_size", "width"), ("num_hidden_layers", "layers"), ("vocab_size", "vocab")):
         fields.optional_count(name, kind=kind)  # absurd sizes are refused before anything is built
@@ -87,7 +87,7 @@ def _unadapted(fields: Fields, model_type: str, like: str) -> ModelSpec:
     except NoTree as error:
         if not like:
             raise _unknown(fields, model_type, str(error), error.hint) from error
-        from planner.models.adapters import alike
+        from planner.models.families import alike
 
         return alike.build(fields, like)
     words = f"--like {like} is not needed: transformers builds {model_type}'s own layers"
@@ -116,10 +116,10 @@ def _taken_from_defaults(config: Mapping[str, Any], spec: ModelSpec) -> str:
 
 def _unknown(fields: Fields, model_type: str, why: str, remedy: str) -> UnknownModelError:
     """What the user is told of a type that nothing here builds: why, and what would plan or run it."""
-    from planner.models.adapters.alike import kind_of
+    from planner.models.families.alike import kind_of
 
     close, hints = close_names(model_type.lower(), model_types()), [remedy] if remedy else []
-    message = f"model_type {shown(model_type)} has no adapter; {why}"
+    message = f"model_type {shown(model_type)} is of no family known here; {why}"
     if fields.has("auto_map"):
         message += "; it is code that the model brings along (auto_map), which is never run here: no trust_remote_code"
         hints.append("`plan trace -- python train.py` follows a program of yours that loads it with trust_remote_code")

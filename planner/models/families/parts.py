@@ -1,9 +1,9 @@
-"""Building blocks that adapters share: matrices, norms, MLPs, expert stacks, and putting layers together."""
+"""Building blocks that families share: matrices, norms, MLPs, expert stacks, and putting layers together."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from planner.models.adapters.fields import Fields
+from planner.models.families.fields import Fields
 from planner.models.spec import (
     ATTENTION_DROPOUTS,
     RESIDUAL_DROPOUTS,

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from planner.core.errors import UsageError
-from planner.models.adapters.fields import Fields, shown
-from planner.models.adapters.llama_like import build as llama
-from planner.models.adapters.llama_like import layer_kind
-from planner.models.adapters.parts import PRE, Decoder, gated, gated_mlp, linear, norm
+from planner.models.families.fields import Fields, shown
+from planner.models.families.llama_like import build as llama
+from planner.models.families.llama_like import layer_kind
+from planner.models.families.parts import PRE, Decoder, gated, gated_mlp, linear, norm
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec
 
 KINDS = ("llama", "mixture")

@@ -1,4 +1,4 @@
-"""Decoders shaped like Llama: norm, attention, norm, gated MLP; each family is a row of knobs.
+"""Decoders shaped like Llama: norm, attention, norm, gated MLP; each family is a row of options.
 
 Source: the modelling and configuration code of transformers 5.23, one class per `model_type`; defaults of absent keys
 are the defaults of its configuration classes.
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.core.records import dataclass
-from planner.models.adapters.fields import Fields
-from planner.models.adapters.parts import PRE, SANDWICH, Decoder, gated, gated_mlp, linear, norm
+from planner.models.families.fields import Fields
+from planner.models.families.parts import PRE, SANDWICH, Decoder, gated, gated_mlp, linear, norm
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormStyle
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -137,16 +137,16 @@ FAMILIES: dict[str, ArchitectureOptions] = {
 def build(fields: Fields, family: str = "", layer_path: str = "model.layers") -> ModelSpec:
     """The spec of a Llama-like decoder; `family` is its `model_type` where the configuration says none or another."""
     model_type = family or fields.text("model_type")
-    knobs = FAMILIES[model_type]
-    base = Decoder(fields, kv_heads=knobs.kv_heads, head_dim=knobs.head_dim)
-    linears = _attention_linears(base, knobs)
-    mlp_linears, mlp = _mlp(base, knobs, model_type)
-    norms = tuple(norm(name, base.hidden) for name in knobs.norms)
-    if knobs.qk_norm:
+    options = FAMILIES[model_type]
+    base = Decoder(fields, kv_heads=options.kv_heads, head_dim=options.head_dim)
+    linears = _attention_linears(base, options)
+    mlp_linears, mlp = _mlp(base, options, model_type)
+    norms = tuple(norm(name, base.hidden) for name in options.norms)
+    if options.qk_norm:
         pairs = (("self_attn.q_norm", base.num_heads), ("self_attn.k_norm", base.num_kv))
         norms += tuple(norm(name, base.head_dim, rows=heads) for name, heads in pairs)
     softcap = fields.positive("attn_logit_softcapping")
-    fraction = fields.rotary_fraction() if knobs.fused else 1.0
+    fraction = fields.rotary_fraction() if options.fused else 1.0
 
     def layer(window: int | None) -> LayerSpec:
         return LayerSpec(
@@ -159,15 +159,15 @@ def build(fields: Fields, family: str = "", layer_path: str = "model.layers") ->
         )
 
     return base.spec(
-        knobs.built,
-        knobs.windows(fields, base.num_layers) if knobs.windows else (None,) * base.num_layers,
+        options.built,
+        options.windows(fields, base.num_layers) if options.windows else (None,) * base.num_layers,
         layer,
-        tied=knobs.tied,
+        tied=options.tied,
         logit_softcap=fields.positive("final_logit_softcapping"),
-        attentions=knobs.attentions,
-        norm_style=knobs.norm_style,
-        joins_rotated=knobs.fused,
-        scales_logits=knobs.scales_logits,
+        attentions=options.attentions,
+        norm_style=options.norm_style,
+        joins_rotated=options.fused,
+        scales_logits=options.scales_logits,
     )
 
 
@@ -180,23 +180,23 @@ def _flag(fields: Fields, knob: bool | str) -> bool:
     return fields.flag(knob, False) if isinstance(knob, str) else knob
 
 
-def _attention_linears(base: Decoder, knobs: ArchitectureOptions) -> tuple[LinearSpec, ...]:
-    if knobs.fused:
+def _attention_linears(base: Decoder, options: ArchitectureOptions) -> tuple[LinearSpec, ...]:
+    if options.fused:
         width = base.num_heads * base.head_dim
         return (
             linear("self_attn.o_proj", "o", width, base.hidden),
             linear("self_attn.qkv_proj", "qkv", base.hidden, width + 2 * base.num_kv * base.head_dim),
         )
-    bias = _flag(base.fields, knobs.bias)
-    return base.attention(bias, bias if knobs.o_bias is None else knobs.o_bias)
+    bias = _flag(base.fields, options.bias)
+    return base.attention(bias, bias if options.o_bias is None else options.o_bias)
 
 
-def _mlp(base: Decoder, knobs: ArchitectureOptions, model_type: str) -> tuple[tuple[LinearSpec, ...], MlpSpec]:
+def _mlp(base: Decoder, options: ArchitectureOptions, model_type: str) -> tuple[tuple[LinearSpec, ...], MlpSpec]:
     hidden, inner = base.hidden, base.fields.count("intermediate_size", kind="intermediate")
-    activation = base.fields.activation(*knobs.activation, default=knobs.activation_default)
+    activation = base.fields.activation(*options.activation, default=options.activation_default)
     if model_type == "gemma" and activation == "gelu":
         activation = "gelu_pytorch_tanh"  # what transformers makes of the first releases' wrong name
-    if not knobs.fused:
-        return gated_mlp(hidden, inner, bias=_flag(base.fields, knobs.mlp_bias)), gated(inner, activation)
+    if not options.fused:
+        return gated_mlp(hidden, inner, bias=_flag(base.fields, options.mlp_bias)), gated(inner, activation)
     fused = (linear("mlp.gate_up_proj", "gate_up", hidden, 2 * inner), linear("mlp.down_proj", "down", inner, hidden))
     return fused, gated(inner, activation)
