@@ -38,8 +38,7 @@ VERSION = 11
 """Part of the cache's key: raise it whenever the reading of a tree can change."""
 SHIPPED = DATA / "module_trees.jsonl.gz"
 """A line for each model of the catalogue whose type is of no known family: the digests of its configuration, as
-published and
-as transformers saves it, and its spec."""
+published and as transformers saves it, and its spec."""
 _OF_NO_TREE = frozenset(
     {
         *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "use_cache"),

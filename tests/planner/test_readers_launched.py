@@ -555,6 +555,9 @@ def test_a_program_may_set_the_allocator_itself() -> None:
     around = FileContext(written={"train.py": body})
     assert read_text("python train.py\n", "run.sh", around=around).setup.expandable_segments
     assert read_text(body, "train.py").setup.expandable_segments
+    last = FileContext(written={"train.py": body.replace(":True", ":False")})
+    launch = "export PYTORCH_ALLOC_CONF=expandable_segments:True\npython train.py\n"
+    assert not read_text(launch, "run.sh", around=last).setup.expandable_segments, "the program comes last"
     fixed = read_text(body.replace(":True", ":False"), "train.py")
     assert not fixed.setup.expandable_segments
     assert EXPANDABLE not in fixed.assumptions

@@ -12,6 +12,7 @@ from planner.core.records import dataclass
 from planner.frameworks.readers import litgpt, llamafactory, shell, swift, trl
 from planner.frameworks.readers.formats import READERS, detect
 from planner.frameworks.readers.loading import parse_yaml
+from planner.frameworks.readers.program.source import environment_word
 from planner.frameworks.readers.sharding import num_processes, read_accelerate
 from planner.frameworks.readers.types import Missing, ReadConfig
 from planner.frameworks.readers.values import FileContext, Settings
@@ -210,6 +211,11 @@ OF_LAUNCHER = ("num_gpus", "parallel")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
+def allocator_of(program: str, given: Mapping[str, str]) -> str:
+    """The allocator's settings as a program makes them, else as its environment has them."""
+    return next(filter(None, (environment_word(program, given, name) for name in ALLOCATOR)), "")
+
+
 def with_segments(reading: ReadConfig, command: shell.Command, around: FileContext) -> ReadConfig:
     """A reading with the allocator as the launch, or the program that it starts, sets it: segments are fixed where
     neither says more."""
@@ -217,8 +223,7 @@ def with_segments(reading: ReadConfig, command: shell.Command, around: FileConte
         return reading  # that script's own launch has said it
     given = {**around.environment, **dict(command.environment)}
     program = around.below(command.folder).read_by_suffix(command.target) if command.target else None
-    text = " ".join((*(given.get(name, "") for name in ALLOCATOR), program or ""))
-    setup = reading.setup.replace(expandable_segments="expandable_segments:True" in text)
+    setup = reading.setup.replace(expandable_segments="expandable_segments:True" in allocator_of(program or "", given))
     return replace(reading, setup=setup, origins={**reading.origins, "expandable_segments": "the launch"})
 
 

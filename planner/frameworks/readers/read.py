@@ -28,9 +28,9 @@ from planner.frameworks.readers import (
     versions,
 )
 from planner.frameworks.readers.formats import READERS, detect, of_mapping, with_words
-from planner.frameworks.readers.launched import ALLOCATOR, Launches, under_launcher, weight, with_open
+from planner.frameworks.readers.launched import Launches, allocator_of, under_launcher, weight, with_open
 from planner.frameworks.readers.loading import Parsed, parse_documents, parse_json, parse_toml, read_bounded
-from planner.frameworks.readers.program.source import environment_word, of_cells, of_notebook, of_requirements
+from planner.frameworks.readers.program.source import of_cells, of_notebook, of_requirements
 from planner.frameworks.readers.sharding import LAUNCHERS
 from planner.frameworks.readers.types import EXPANDABLE, ReadConfig
 from planner.frameworks.readers.values import FileContext, Settings
@@ -95,9 +95,7 @@ def read_text(
 
 def _with_segments(reading: ReadConfig, text: str, name: str) -> ReadConfig:
     """The reading with the allocator as its tool sets it, or a program for itself; a launch has said it already."""
-    allocator = ""
-    if name.endswith((".py", ".ipynb")):
-        allocator = next(filter(None, (environment_word(text, {}, variable) for variable in ALLOCATOR)), "")
+    allocator = allocator_of(text, {}) if name.endswith((".py", ".ipynb")) else ""
     if allocator:
         segments = reading.setup.replace(expandable_segments="expandable_segments:True" in allocator)
         return replace(reading, setup=segments, origins={**reading.origins, "expandable_segments": name})
