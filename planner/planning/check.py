@@ -11,7 +11,7 @@ from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.core.units import gib, percent
 from planner.frameworks.readers.evaluating import setting_of
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import ReadConfig, UpperBound
 from planner.frameworks.tools import changed_fields
 from planner.hardware.cluster import GPUS_PER_NODE
 from planner.hardware.gpu import GpuSpec
@@ -125,7 +125,12 @@ def band_of(prediction: Prediction, config: ReadConfig | None = None) -> Band:
     below, above = prediction.memory_band
     if config is not None and config.label_tokens:  # nothing takes less of the card than by the shorter of both
         below = max(below, 1 - config.label_tokens / config.setup.seq_len_tokens)
-    return Band(min(0.95, below + more), above + more)
+    below += more
+    bounds = [text for text in config.approximations if isinstance(text, UpperBound)] if config is not None else []
+    if over := {category for bound in bounds for category in bound.categories}:
+        counted = sum(term.size_bytes for term in prediction.terms if term.category in over)
+        below = 1 - (1 - below) * (1 - counted / prediction.peak_device_bytes)
+    return Band(min(0.95, below), above + more)
 
 
 def certain_bytes(prediction: Prediction, config: ReadConfig) -> int:

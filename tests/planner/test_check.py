@@ -508,6 +508,30 @@ def test_weights_that_have_no_room_are_no_question_of_a_band(adapter: str, load:
     assert certain_bytes(result.prediction, offloaded) == 0
 
 
+LEAN = """\
+model_name_or_path: meta-llama/Llama-3.1-8B
+stage: sft
+do_train: true
+finetuning_type: full
+pure_bf16: true
+cutoff_len: 2048
+per_device_train_batch_size: 1
+"""
+
+
+def test_what_an_optimizer_keeps_less_of_is_an_upper_bound() -> None:
+    """GaLore's 8B needs more than its weights and less than AdamW's 60 GiB: a card of 48 GB is not refused."""
+    card, model = find_gpu("a6000"), catalogue.load("meta-llama/Llama-3.1-8B")
+    verdicts = []
+    for more in ("optim: adamw_torch\n", "use_galore: true\n", "optim: lomo\n"):
+        config = read_text(LEAN + more, "a.yaml", model=model)
+        result = check(config, model, card, card.memory_bytes, lambda setup: predict(model, card, setup, None))
+        verdicts.append(result.verdict)
+        least = result.prediction.peak_device_bytes * (1 - result.band.below)
+        assert result.verdict is Verdict.DOES_NOT_FIT or least < 16 * GIB
+    assert verdicts == [Verdict.DOES_NOT_FIT, Verdict.UNCERTAIN, Verdict.UNCERTAIN]
+
+
 @pytest.mark.parametrize("more", [{"expandable_segments": True}, {"packing": True}, {}])
 def test_different_lengths_on_fixed_segments_reserve_more_and_it_is_said(more: dict[str, bool]) -> None:
     config = read_text(TRL, "trl.yaml", model=MODEL)

@@ -7,7 +7,7 @@ from planner.core.errors import ConfigError, NotPlanned
 from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, hybrid, with_cut_sequences, zero_stage
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
 from planner.memory.attention_kernels import default_attention, has_expert_stacks
@@ -31,8 +31,8 @@ NOT_COUNTED = {
     "fp8": "fp8 matrix multiplications are counted as bf16",
     "diffusion": "a diffusion language model's noise schedule is not counted",
     "model_quantization_config": "the model's own quantization is not followed",
-    "lisa_n_layers": "LISA trains some layers at a time: counted as all",
-    "spectrum_top_fraction": "Spectrum trains some layers: counted as all",
+    "lisa_n_layers": UpperBound("LISA trains some layers at a time: counted as all", *TRAINED),
+    "spectrum_top_fraction": UpperBound("Spectrum trains some layers: counted as all", *TRAINED),
     "s2_attention": "shifted sparse attention is counted as full attention",
     "tiled_mlp": "the MLP's smaller pieces (tiled_mlp) are not counted",
     "peft_trainable_token_indices": "single trained rows of the embeddings are not counted",

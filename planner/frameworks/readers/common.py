@@ -9,7 +9,7 @@ from typing import Any
 from planner.core.errors import ConfigError, SetupError
 from planner.frameworks.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.frameworks.readers import versions
-from planner.frameworks.readers.types import Missing, ReadConfig
+from planner.frameworks.readers.types import TRAINED, Missing, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools import Tool
 from planner.memory.attention_kernels import attention_refusal, default_attention
@@ -43,6 +43,11 @@ OTHER_OPTIMIZERS = frozenset({
 })
 # fmt: on
 
+LEANER = {"galore": TRAINED, "apollo": TRAINED, "lomo": TRAINED, "muon": ("optimizer",), "came": ("optimizer",)}
+"""Words in names of optimizers that keep less than AdamW, and of what. Layer by layer gradients go early too.
+
+Sources: arXiv 2403.03507 (GaLore), 2412.05270 (APOLLO), 2306.09782 (LOMO); `torch.optim.Muon` (one state of matrices).
+"""
 KNOWN_OPTIMIZERS = frozenset({*OPTIMIZERS, *STAND_INS, *OTHER_OPTIMIZERS})
 
 _HUB_KERNELS = ("flash-attn2", "flash-attn3", "flash-attn", "vllm-flash-attn3")
@@ -92,7 +97,9 @@ def optimizer(settings: Settings, key: str, default: str, word: str | None = Non
             hint=f"did you mean {close[0]}?" if close else "adamw_torch_fused is the usual one",
         )
     stand_in = STAND_INS.get(name, "adamw")
-    settings.approximate(f"optimizer {name} has no memory model of its own: counted as {stand_in}")
+    counted = f"optimizer {name} has no memory model of its own: counted as {stand_in}"
+    leaner = next((categories for word, categories in LEANER.items() if word in name), None)
+    settings.approximate(UpperBound(counted, *leaner) if leaner else counted)
     return stand_in
 
 
@@ -405,10 +412,13 @@ def frozen_but(settings: Settings, model: ModelSpec | None, fields: Mapping[str,
     layers, whole = _matched(model, patterns) if model is not None else ((), False)
     trained_layers = spelled(layers, model.num_layers) if layers and model is not None else 0
     if not trained_layers or fields["method"] != "full" or not _counted_alone(trained_layers, fields):
-        settings.approximate("only some parameters are trained (unfrozen_parameters): counted as full fine-tuning")
+        counted = "only some parameters are trained (unfrozen_parameters): counted as full fine-tuning"
+        settings.approximate(UpperBound(counted, *TRAINED))
         return {}
     if not whole:
-        settings.approximate("unfrozen_parameters trains parts of some layers: these are counted whole, an upper bound")
+        settings.approximate(
+            UpperBound("unfrozen_parameters trains parts of layers: these are counted whole", *TRAINED)
+        )
     return {"trained_layers": trained_layers}
 
 

@@ -6,7 +6,7 @@ from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import Layout, fsdp, parallel_of, zero_stage
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
 from planner.memory.attention_kernels import default_attention
@@ -19,11 +19,11 @@ PREFERENCES = {**dict.fromkeys(("sigmoid", "hinge", "ipo", "kto_pair"), "dpo"), 
 """Values of `pref_loss` at stage dpo -> the objective whose step it is."""
 READ_ATTENTIONS = {word: kind for kind, word in ATTENTIONS.items()} | {"auto": "sdpa", "fa3": "flash-attention-2"}
 NOT_COUNTED = {
-    "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
-    "use_apollo": "APOLLO's projected optimizer states are counted as AdamW's",
-    "use_badam": "BAdam's block-wise optimizer states are counted as AdamW's for all blocks",
-    "use_adam_mini": "Adam-mini's second moments are counted as AdamW's",
-    "use_muon": "Muon's optimizer states are counted as AdamW's",
+    "use_galore": UpperBound("GaLore's projected optimizer states are counted as AdamW's", *TRAINED),
+    "use_apollo": UpperBound("APOLLO's projected optimizer states are counted as AdamW's", *TRAINED),
+    "use_badam": UpperBound("BAdam's optimizer states of one block are counted as AdamW's of all", *TRAINED),
+    "use_adam_mini": UpperBound("Adam-mini's second moments are counted as AdamW's", "optimizer"),
+    "use_muon": UpperBound("Muon's optimizer states are counted as AdamW's", "optimizer"),
     "use_llama_pro": "LLaMA-Pro's added blocks are not counted",
     "mixture_of_depths": "mixture of depths skips tokens: counted as if none were skipped",
     "fp8": "fp8 matrix multiplications are counted as bf16",
@@ -161,9 +161,9 @@ def _layers(settings: Settings) -> int:
     if extras or settings.flag("fp16", False) or (sharded and trained_layers < 0):
         trained_layers = 0
     if not trained_layers:
-        settings.approximate("freeze tuning trains some parameters: counted as full fine-tuning, an upper bound")
+        settings.approximate(UpperBound("freeze tuning trains some parameters: counted as full fine-tuning", *TRAINED))
     elif settings.text("freeze_trainable_modules", "all") != "all":
-        settings.approximate("freeze tuning trains single modules of layers: these are counted whole, an upper bound")
+        settings.approximate(UpperBound("freeze tuning trains modules of layers: these are counted whole", *TRAINED))
     return trained_layers
 
 

@@ -7,7 +7,7 @@ from planner.core.errors import NotPlanned
 from planner.frameworks.readers import common
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import device_map, with_autotp, with_cut_sequences, zero_stage
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.others import SWIFT
 
@@ -30,9 +30,9 @@ TASKS = {
 }  # fmt: skip
 """Tasks of ms-swift beside next-token prediction -> what they train."""
 NOT_COUNTED = {
-    "use_galore": "GaLore's projected optimizer states are counted as AdamW's",
+    "use_galore": UpperBound("GaLore's projected optimizer states are counted as AdamW's", *TRAINED),
     "freeze_parameters_ratio": "frozen parts of the model are counted as trained",
-    "lisa_activated_layers": "LISA trains a few layers at a time: counted as if it trained all",
+    "lisa_activated_layers": UpperBound("LISA trains a few layers at a time: counted as if it trained all", *TRAINED),
     "optimizer": "the optimizer of a plug-in is counted as that of `optim`",
 }
 WEIGHTED = {"react", "hermes", "qwen", "agentflan", "alpha_umi"}

@@ -7,7 +7,7 @@ from planner.frameworks.readers import common
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.objectives import TEACHER, of_recipe
 from planner.frameworks.readers.sharding import parallel_of
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.others import TORCHTUNE
 
@@ -73,7 +73,8 @@ def read(settings: Settings) -> ReadConfig:
         if fields["method"] == "full" and fields.get("accumulation_steps", 1) == 1 and num_gpus == 1:
             fields["stack"] = IN_BACKWARD
         else:
-            settings.approximate("the optimizer in the backward frees gradients early: they are counted whole")
+            counted = "the optimizer in the backward frees gradients early: they are counted whole"
+            settings.approximate(UpperBound(counted, "gradients"))
     fields = common.adapter(settings, fields, adapter_kind(inner, FORMAT))
     return config(TORCHTUNE, settings, fields, model_id=_model_id(settings, inner))
 

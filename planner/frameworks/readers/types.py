@@ -72,6 +72,26 @@ SHORT_NAMES = {
 """Words of `--set` for fields of a setup, beside their own names."""
 TEXT_ALONE = "pictures are not counted: only the data says whether it shows any (--set images=1x1024x1024)"
 """The assumption about a model with eyes whose file says nothing of its data."""
+
+
+class UpperBound(str):
+    """An approximation that counts too much.
+
+    Attributes:
+        categories: of memory terms of which the run holds less than is counted, perhaps nothing.
+    """
+
+    __slots__ = ("categories",)
+    categories: tuple[str, ...]
+
+    def __new__(cls, sentence: str, *categories: str) -> "UpperBound":
+        bound = super().__new__(cls, f"{sentence}, an upper bound")
+        bound.categories = categories
+        return bound
+
+
+TRAINED = ("gradients", "optimizer")
+"""Categories of what hangs on how much is trained at a time."""
 EXPANDABLE = "PYTORCH_ALLOC_CONF is not set: taken with expandable_segments:True (--set expandable_segments=false)"
 """The assumption about the allocator of a file that says nothing of it."""
 
