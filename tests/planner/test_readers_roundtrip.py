@@ -61,18 +61,25 @@ def test_an_objective_on_several_gpus_reads_back(target: str, num: int, tmp_path
     assert num_read == num
 
 
-@pytest.mark.parametrize("target", ["axolotl", "llamafactory"])
+@pytest.mark.parametrize("target", ["axolotl", "llamafactory", "mlx"])
 @pytest.mark.parametrize("layers", [4, -4, (0, 4, 8)], ids=str)
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_layers_that_train_alone_read_back(target: str, layers: int | tuple[int, ...], method: str) -> None:
-    """Axolotl names any; LLaMA-Factory's freeze takes the first or last, without adapters, in fp32 beside 16 bits."""
+    """Axolotl names any; LLaMA-Factory's freeze takes the first or last, without adapters, in fp32 beside 16 bits;
+    MLX-LM the last (`model.layers[-max(num_layers, 0):]`)."""
     fields = {"attention": "flash-attention-2" if target == "axolotl" else "sdpa", "loss": "full"}
     fields["precision"] = "bf16-autocast" if method == "lora" else "bf16-mixed"
+    if target == "mlx":
+        fields |= {"precision": "bf16-pure", "kernels": "eager"}
     setup = TrainSetup(method=method, lora_rank=16 * (method == "lora"), trained_layers=layers, **fields)
     model = catalogue.load("Qwen/Qwen2.5-1.5B")
     assert model is not None
     launch = EXPORTERS[target](request(setup, model=model))
-    written = target == "axolotl" or (method == "full" and isinstance(layers, int))
+    written = {
+        "axolotl": True,
+        "llamafactory": method == "full" and isinstance(layers, int),
+        "mlx": layers == 4,
+    }[target]
     assert bool(launch.refused) != written
     if written:
         back = read_text(launch.files[0].text, launch.files[0].path, model=model)

@@ -71,7 +71,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "quantize_experts is bitsandbytes': MLX-LM's 4 bits are of all that can be quantized"
     if setup.modules_to_save:
         return "MLX-LM trains adapters alone beside no module"
-    if setup.trained_layers and not (isinstance(setup.trained_layers, int) and setup.trained_layers < 0):
+    if setup.trained_layers and not (isinstance(setup.trained_layers, int) and setup.trained_layers > 0):
         return "MLX-LM trains the last layers alone or all"
     if model is None:
         return ""
@@ -91,7 +91,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         "No run of MLX's was compared: memory and speed are those of PyTorch's step on this GPU, and MLX caches freed "
         "buffers beside them.",
     ]
-    if setup.method == "full":
+    if setup.method == "full" and not setup.trained_layers:
         notes.append("MLX-LM's full fine-tuning leaves embeddings and head as they are: the peak is an upper bound.")
     notes.append(f"Gradients are not clipped: MLX-LM has no max_grad_norm ({request.hyper.max_grad_norm:g} planned).")
     steps = []
@@ -156,7 +156,7 @@ def _method(request: ExportRequest) -> list[Line]:
     setup, model = request.setup, request.model
     kind = "full" if setup.method == "full" else setup.adapter
     assert isinstance(setup.trained_layers, int)
-    layers = Line("num_layers", -setup.trained_layers or -1, "of the last" if setup.trained_layers else "all")
+    layers = Line("num_layers", setup.trained_layers or -1, "of the last" if setup.trained_layers else "all")
     lines = [Line("fine_tune_type", kind), layers]
     if kind == "full":
         return lines

@@ -22,7 +22,8 @@ NUM_LAYERS = 16
 def read(settings: Settings) -> ReadConfig:
     """The setup of an MLX-LM fine-tuning.
 
-    Source: mlx-lm `lora.py` CONFIG_DEFAULTS, `tuner/utils.py` linear_to_lora_layers.
+    Source: mlx-lm 0.32 `lora.py` CONFIG_DEFAULTS and train_model, `tuner/utils.py` linear_to_lora_layers
+    (`model.layers[-max(num_layers, 0):]`: the last, or all; more than there are is an error).
     """
     if not settings.flag("train", False):
         raise NotATraining(f"{settings.name}: train is not true: MLX-LM only evaluates", hint="train: true, or --train")
@@ -32,10 +33,12 @@ def read(settings: Settings) -> ReadConfig:
     optimizer = settings.text("optimizer", "adam")
     if optimizer not in OPTIMIZERS:
         raise NotPlanned(f"{settings.name}: optimizer {optimizer} is not planned", hint=f"{', '.join(OPTIMIZERS)} are")
-    layers = settings.raw("num_layers", NUM_LAYERS)
+    layers = max(0, settings.integer("num_layers", NUM_LAYERS, at_least=-1))
+    if settings.model is not None and layers > settings.model.num_layers:
+        raise settings.error("num_layers", f"at most {settings.model.num_layers}, the model's layers", layers)
     if not settings.has("num_layers"):
         settings.assume(f"num_layers absent: the last {NUM_LAYERS}, MLX-LM's default")
-    if kind == "full":
+    if kind == "full" and not layers:
         settings.approximate("MLX-LM's full fine-tuning leaves embeddings and head alone: counted as trained too")
     named = settings.text("model", "").lower().rpartition("/")[2]
     four, eight = any(word in named for word in BITS[4]), any(word in named for word in BITS[8])
@@ -55,7 +58,7 @@ def read(settings: Settings) -> ReadConfig:
         "loss": "full",
         "kernels": "eager",
         "packing": False,
-        "trained_layers": 0 if layers < 0 else -layers,
+        "trained_layers": layers,
         "lora_rank": 0,
     }
     if kind != "full":
