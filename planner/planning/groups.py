@@ -138,7 +138,7 @@ def _pairs(workload: Workload, setup: TrainSetup, values: Mapping[str, tuple[Any
     batches, least = values.get("micro_batch_seqs") or micro_batches(own_batch), setup.least_seqs(own_batch)
     pairs = [(m, own_batch // m) for m in batches if own_batch % m == 0 and m >= least]
     if setup.rollout is not None and (made := setup.rollout.generation_batch_seqs):
-        pairs = [pair for pair in pairs if made % pair[0] == 0]
+        pairs = [pair for pair in pairs if made % (pair[0] * setup.data_degree) == 0]
     return tuple(pairs)
 
 

@@ -486,10 +486,12 @@ def _check_rollout(setup: SetupValues, rolls: Rollout) -> None:
             f"completions of {rolls.completion_tokens} tokens leave no room for a prompt in {setup.seq_len_tokens}",
             hint="give a longer --seq-len or a shorter --completion-len",
         )
-    if rolls.generation_batch_seqs % setup.micro_batch_seqs:
+    if rolls.generation_batch_seqs % (at_once := setup.micro_batch_seqs * setup.data_degree):  # trl 1.16 grpo_config.py
+        gpus = f" on each of {setup.data_degree} GPUs" * (setup.data_degree > 1)
         raise SetupError(
             f"a generation of {rolls.generation_batch_seqs} completions is not cut into micro-batches of "
-            f"{setup.micro_batch_seqs}"
+            f"{setup.micro_batch_seqs}{gpus}",
+            hint=f"give a --generation-batch that {at_once} divides, or a smaller --micro-batch",
         )
     if setup.num_gpus > 1 and (not rolls.by_vllm or setup.parallel == "zero3"):
         # trl 1.16 generation/vllm_generation.py, _iter_named_params: adapters are merged into a whole gathered model

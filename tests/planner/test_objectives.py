@@ -34,6 +34,7 @@ from planner.setup.packages import packages_of
 from planner.speed import speed_profile
 from planner.speed.roofline import CURRENT, conditions_of, throughput_profile
 from planner.speed.roofline.types import WITHOUT_GRADIENTS
+from planner.speed.several_gpus.speed import layout_step_time
 from tests.planner.helpers import loaded, plan_request, planned
 
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
@@ -453,6 +454,24 @@ def test_a_plan_takes_the_generator_that_is_faster_where_it_runs(
             workload, fixed={**workload.fixed, "rollout": open_rollouts(Rollout(generator=name), ["generator"])}
         )
         assert plan_workload(alone).subject.tokens_per_s <= plan.chosen.tokens_per_s / (1 - PREFERENCE_FRACTION)
+
+
+def test_gpus_share_a_generation_of_whole_micro_batches() -> None:
+    """TRL refuses any other (trl 1.16 grpo_config.py); all completions of a step at once say the same in both words."""
+    card, model = find_gpu("h100-sxm"), load("meta-llama/Llama-3.1-8B")
+    cluster, fixed = make_cluster(card, 8), {"objective": ("grpo",), "method": ("full",), "optimizer": ("adamw-fused",)}
+    workload = PlanRequest(fixed=fixed, seq_len=2048).workload(model, card, cluster)
+    setup = planned(workload).chosen.setup
+    assert setup.generation_seqs % (setup.micro_batch_seqs * setup.data_degree) == 0
+    cut = {"num_gpus": 8, "parallel": "fsdp2", "micro_batch_seqs": 4, "accumulation_steps": 1}
+
+    def made_at_once(seqs: int) -> TrainSetup:
+        return setup_of("grpo", **cut, rollout={"generator": "vllm-sleep", "generation_batch_seqs": seqs})
+
+    steps = [layout_step_time(model, card, made_at_once(seqs), cluster).step_time_s for seqs in (0, 32)]
+    assert steps[0] == steps[1]
+    with pytest.raises(SetupError, match="micro-batches of 4 on each of 8 GPUs"):
+        made_at_once(16)
 
 
 def test_a_share_that_does_not_hold_the_weights_is_refused() -> None:

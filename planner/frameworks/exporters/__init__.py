@@ -102,16 +102,9 @@ class Target:
         if not reason and setup.micro_batch_seqs < objective.least_samples:
             reason = f"{setup.objective} needs a micro-batch of at least {objective.least_samples} {objective.sample}s"
         runs = self.as_run(setup, request.model, request.gpu)
-        roll, at_once = setup.rollout_settings, setup.micro_batch_seqs * setup.data_degree
-        if (
-            not reason
-            and objective.rolls_out
-            and any(setup.generation_seqs % n for n in (roll.num_generations, at_once))
-        ):
-            reason = (
-                f"a generation of {setup.generation_seqs} completions is not whole groups of {roll.num_generations} in "
-                f"micro-batches of {at_once}"
-            )
+        group = setup.rollout_settings.num_generations
+        if not reason and objective.rolls_out and setup.generation_seqs % group:
+            reason = f"a generation of {setup.generation_seqs} completions is not whole groups of {group}"
         if isinstance(runs, str) or (reason := reason or prepare.refusal(request, self.name)):
             return Launch(target=self.name, refused=reason or str(runs))
         differences, tested = self.differences(setup, request.gpu), versions(room.VALIDATED_WITH, setup)

@@ -132,9 +132,10 @@ class ThroughputProfile:
             ]
         return step_times
 
-    def generation_s(self, step_seqs: int) -> float:
-        """Seconds of generating an optimizer step's completions; 0 of objectives that are given theirs."""
-        return self._generation.seconds(step_seqs) if self._generation is not None else 0.0
+    def generation_s(self, step_seqs: int, copies: int = 1) -> float:
+        """Seconds of generating an optimizer step's completions, so many on each of `copies` GPUs; 0 of objectives that
+        are given theirs."""
+        return self._generation.seconds(step_seqs, copies) if self._generation is not None else 0.0
 
     def _tokens(self, samples: int) -> int:
         return samples * self._family.work.seqs_per_sample * self._setup.seq_len_tokens

@@ -38,10 +38,15 @@ class Generation:
             sampling = SAMPLING_KERNELS * UPDATE_S * speed.host_scale
             self._host_s = family.forward_host_s + sampling
 
-    def seconds(self, step_seqs: int) -> float:
-        """Of one optimizer step, in the mean of those that a generation serves."""
-        seqs = self._setup.rollout_settings.at_once(step_seqs)
-        return step_seqs / seqs * self._of(seqs)
+    def seconds(self, step_seqs: int, copies: int) -> float:
+        """Of one optimizer step, in the mean of those that a generation serves.
+
+        Args:
+            step_seqs: completions of the step on each of `copies` GPUs, which share a generation; a server makes all.
+        """
+        roll = self._setup.rollout_settings
+        made = roll.at_once(step_seqs * copies)
+        return step_seqs * copies / made * self._of(made if roll.generator == "vllm-server" else made // copies)
 
     def _of(self, seqs: int) -> float:
         setup, family, roll = self._setup, self._family, self._setup.rollout_settings

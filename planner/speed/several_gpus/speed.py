@@ -212,7 +212,7 @@ class Loop:
         index = _slowest(stages)
         seconds = self.total_s(stages, steps) + sum(self.after(optimizer).values())
         seconds += self.between_s(micro_batch_seqs, steps)
-        seconds += self.ranks[index].profile.generation_s(micro_batch_seqs * steps)
+        seconds += self.ranks[index].profile.generation_s(micro_batch_seqs * steps, self._setup.data_degree)
         return seconds + (steps - 1) * self.ranks[index].add_s + sum(stages[index].reducing.values())
 
     def between_s(self, micro_batch_seqs: int, steps: int) -> float:
@@ -256,7 +256,7 @@ class LayoutProfile:
         _add(parts, loop.after(setup.optimizer))
         _add(parts, {"trainer": loop.between_s(setup.micro_batch_seqs, steps)})
         profile = loop.ranks[index].profile
-        if generation := profile.generation_s(setup.micro_batch_seqs * steps):
+        if generation := profile.generation_s(setup.micro_batch_seqs * steps, setup.data_degree):
             parts["generation"] = generation
         total = sum(parts.values())
         flops = profile.flops(setup.micro_batch_seqs, steps)
