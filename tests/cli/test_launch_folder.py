@@ -1,5 +1,6 @@
 """What `--out` hands out: targets that fit, README.md and run.sh that work, and one number for each run everywhere."""
 
+import ast
 import json
 import os
 import re
@@ -10,14 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from finetune_planner.cli.answer import workload_for
 from finetune_planner.cli.app import run
 from finetune_planner.cli.request_options import RequestOptions
 from finetune_planner.cli.writing import launch_files
+from planner.core.errors import UsageError
 from planner.core.locks import folder_lock, try_lock
 from planner.core.units import gib
-from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, prepare, slurm
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, prepare, slurm, text
 from planner.frameworks.exporters.folder import README, folder_files
 from planner.frameworks.exporters.gated import gate_of, gates
 from planner.memory.workload import Data
@@ -248,6 +251,20 @@ def test_hostile_names_run_nothing(tmp_path: Path, name: str) -> None:
     for token in (True, False):
         started(folder, token=token)
     assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.parametrize("name", ["学習　データ", "a\N{NO-BREAK SPACE}b", "👩\N{ZERO WIDTH JOINER}💻", "a\nb\t"])
+def test_names_in_files_are_those_on_disk(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be printed is escaped, not replaced: the file is opened by this very name."""
+    for target, key in {"trl": "model_name_or_path", "axolotl": "base_model"}.items():
+        launch = EXPORTERS[target](request(SETUP, model_id=f"../{name}"))
+        assert yaml.safe_load(launch.files[0].text)[key] == f"../{name}"
+    assert ast.literal_eval(text.literal(text.shown_path(name))) == name
+    spelled = os.fsencode(name).decode("ascii", "surrogateescape")  # as Python has it in an ASCII locale
+    monkeypatch.setattr(os, "fsencode", lambda path: path.encode("ascii", "surrogateescape"))
+    assert text.shown_path(spelled) == name
+    with pytest.raises(UsageError, match="no UTF-8"):
+        text.shown_path("\udce6")
 
 
 def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from planner.frameworks.exporters import prepare
 from planner.frameworks.exporters.install import HUB_FLASH, from_hub
-from planner.frameworks.exporters.text import Line, constant, one_line, setting_line, shown_path
+from planner.frameworks.exporters.text import Line, constant, setting_line, shown_path
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, ExportRequest
 from planner.frameworks.hyperparameters import ADAM_BETA2, Hyperparameters
 from planner.frameworks.tools import Tool
@@ -248,7 +248,7 @@ def allocator_settings() -> dict[str, str]:
 def model_line(key: str, request: ExportRequest) -> Line:
     """The line that names the model."""
     shown = shown_path(request.model_id)
-    shortened = shown != one_line(request.model_id)
+    shortened = shown.startswith("./") and not request.model_id.startswith("./")
     return Line(key, shown, "a directory: launch from its parent, or put its path here" if shortened else "")
 
 

@@ -4,12 +4,15 @@ Calls have one keyword a line, for a person, a diff and `planner.frameworks.read
 PyYAML: its writer and the tools' reader then agree (a hand-written `2e-4` is a string to PyYAML).
 """
 
+import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 from planner import __version__
+from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.core.units import gib
 from planner.frameworks.exporters.types import Difference, ExportRequest
@@ -67,7 +70,10 @@ def _scalar(value: Any) -> str:
 def _dumped(value: Any, **form: Any) -> str:
     import yaml  # late: who asks only what a target runs writes nothing
 
-    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, **form))
+    text = str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, **form))
+    if text.replace("\n", "").isprintable():
+        return text
+    return str(yaml.safe_dump(value, sort_keys=False, **form))
 
 
 def one_line(text: object) -> str:
@@ -124,7 +130,8 @@ def literal(value: Any) -> str:
     if isinstance(value, Code):
         return str(value)
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if value.isprintable() else ascii(value)
+        quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(char if char.isprintable() else ascii(char)[1:-1] for char in quoted) + '"'
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -183,8 +190,18 @@ def header(
 
 
 def shown_path(path: str) -> str:
-    """A hub id or path as a launch file may hold it: an absolute path keeps only its last part (no machine paths)."""
-    clean = one_line(path)
-    if clean.startswith(("/", "~", "\\")) or re.match(r"^[A-Za-z]:[\\/]", clean):
-        return "./" + re.split(r"[\\/]", clean.rstrip("\\/"))[-1]
-    return clean
+    """A hub id or path as a launch file may hold it: an absolute path keeps only its last part (no machine paths).
+
+    Every character stays, for it names a file: what a file is written in (YAML, Python, JSON, a shell) escapes it.
+
+    Raises:
+        UsageError: bytes that are no UTF-8, which YAML and JSON cannot hold.
+    """
+    try:
+        with suppress(UnicodeEncodeError):  # in UTF-8, whatever the locale here decoded its bytes by
+            path = os.fsencode(path).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path!a}: no launch file can name what is no UTF-8", hint="rename it") from error
+    if path.startswith(("/", "~", "\\")) or re.match(r"^[A-Za-z]:[\\/]", path):
+        return "./" + re.split(r"[\\/]", path.rstrip("\\/"))[-1]
+    return path

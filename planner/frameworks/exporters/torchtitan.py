@@ -97,7 +97,8 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     notes += [several_gpus.PER_NODE] * (request.num_nodes > 1)
     lines = []
     for block in _sections(request):  # strings as JSON writes them are TOML strings too
-        lines += [f"\n[{block.title}]", *(f"{line.key} = {json.dumps(line.value)}{line.tail}" for line in block.lines)]
+        lines.append(f"\n[{block.title}]")
+        lines += [f"{line.key} = {json.dumps(line.value, ensure_ascii=False)}{line.tail}" for line in block.lines]
     main = LaunchFile(path=FILE, text="\n".join(lines) + "\n")
     job = slurm.job_file(request, TARGET, f"torchrun {several_gpus.torchrun_flags(request)} {MODULE}", VALIDATED_WITH)
     return Draft(title="torchtitan", main=main, files=(job,), command=command, notes=tuple(notes))
