@@ -12,6 +12,7 @@ from planner.frameworks.readers.rewrite import rewrite
 from planner.frameworks.readers.types import EXPANDABLE, TEXT_ALONE, ReadConfig, overrides, parse_sets
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
+from planner.models.targets import lora_linears
 from planner.options.images import Images
 from tests.planner.helpers import says
 
@@ -586,6 +587,24 @@ def test_the_trainers_own_optimizer_is_that_of_its_version(version: str, optimiz
     for name, text in (("run.sh", SWIFT + "--max_length 512\n"), ("a.yaml", factory)):
         setup = read_text(text, name, around=around).setup
         assert (setup.optimizer, bool(setup.transformers_version)) == (optimizer, version == "4.47.0")
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_ms_swift_says_by_its_settings_that_pictures_are_trained_on(frozen: bool) -> None:
+    launch = f"NPROC_PER_NODE=2 swift sft --model m --max_length 2048 --freeze_vit {frozen} --deepspeed zero3"
+    model, around = catalogue.load("Qwen/Qwen2.5-VL-7B-Instruct"), FileContext(num_gpus=2)
+    config = read_text(f"{launch} --tuner_type full", "run.sh", model=model, around=around)
+    assert [gap.field for gap in config.missing] == ["images"]
+    assert "parallel zero3" in config.missing[0].reason
+    (words,) = [text for text in config.approximations if "freeze_vit" in text]
+    alone = overrides(config, parse_sets(["images=none"])).approximations
+    shown = overrides(config, parse_sets(["images=1x512x512", "parallel=ddp"])).approximations
+    assert [words in alone, words in shown] == [not frozen, frozen]
+    adapters = read_text(launch, "run.sh", model=model, around=around).setup
+    adapted = {layer.path for layer, _, _ in lora_linears(model, adapters.lora_targets)}
+    assert any("visual" in path for path in adapted) is not frozen
+    unsaid = read_text("swift sft --model m --max_length 512", "run.sh", model=model)
+    assert (unsaid.missing, TEXT_ALONE in unsaid.assumptions) == ((), True)
 
 
 def test_ms_swift_trains_on_a_packed_checkpoint_as_it_is_published() -> None:

@@ -102,7 +102,7 @@ def read(settings: Settings) -> ReadConfig:
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     fields |= common.adapted_layers(settings, "peft_layers_to_transform", fields)
     fields |= common.frozen_but(settings, settings.model, fields)
-    common.pictures(settings, "processor_type")
+    common.pictures(settings, fields, {"processor_type": settings.raw("processor_type")})
     settings.leave_out(NOT_COUNTED)
     config_of = settings.raw("overrides_of_model_config")
     if isinstance(config_of, dict) and (sizes := sorted(common.SIZES & set(config_of))):

@@ -9,16 +9,25 @@ from typing import Any
 from planner.core.errors import ConfigError, SetupError
 from planner.frameworks.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.frameworks.readers import versions
-from planner.frameworks.readers.types import TRAINED, Missing, ReadConfig, UpperBound
+from planner.frameworks.readers.types import (
+    FROZEN_ENCODER,
+    ON_TEXT,
+    TEXT_ALONE,
+    TRAINED,
+    Missing,
+    ReadConfig,
+    UpperBound,
+)
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools import Tool
 from planner.memory.attention_kernels import attention_refusal, default_attention
 from planner.memory.trained import trained_parameters
-from planner.models.encoders import SEEING
+from planner.models.encoders import SEEING, with_vision
 from planner.models.spec import LIKE_BERT, LayerSpec, ModelSpec
 from planner.models.stored import packed_as, stored_bits, stored_method
 from planner.models.targets import same_targets
 from planner.options.adapters import ADAPTERS
+from planner.options.images import WITH_IMAGES
 from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, kernels_refusal
 from planner.options.optimizers import OPTIMIZERS as ROWS
 from planner.options.precisions import PRECISIONS as PRECISION_ROWS
@@ -220,16 +229,41 @@ def adapter(settings: Settings, fields: dict[str, Any], kind: str) -> dict[str, 
     return adapter_fields
 
 
-def pictures(settings: Settings, *keys: str) -> None:
+def pictures(settings: Settings, fields: Mapping[str, Any], keys: Mapping[str, Any], freezes: str = "") -> None:
     """Asks what a sample shows, where one of these settings says that pictures are trained on: no file does. Of a model
-    whose eyes are not modelled they are not counted, and that is said."""
-    named = [key for key in keys if settings.raw(key)]
-    if not named or settings.model is None:
+    whose eyes are not modelled they are not counted, and that is said.
+
+    Args:
+        keys: settings of pictures -> their values.
+        freezes: the switch, on by itself, that keeps the encoder out of full fine-tuning; off, it trains on text too,
+            before which the tool puts a blank picture.
+    """
+    named = next((key for key, value in keys.items() if value), "")
+    if settings.model is None:
         return
-    if settings.model.model_type in SEEING:
-        settings.ask("images", f": {named[0]} is of pictures, and how many a sample shows is known to the data alone")
-    else:
-        settings.approximate("images are not counted, text tokens only")
+    if settings.model.model_type not in SEEING:
+        if named:
+            settings.approximate("images are not counted, text tokens only")
+        return
+    if not named:
+        settings.assume(TEXT_ALONE)
+        return
+    given = {**fields, "parallel": "none"} if settings.outside.num_gpus == 1 else fields  # as `overrides` has it
+    others = [f"{of} {given[of]}" for of, planned in WITH_IMAGES.items() if given.get(of, planned[0]) not in planned]
+    alone = f"; with {', '.join(others)} they are not planned (images=none counts text alone)" if others else ""
+    settings.ask("images", f": {named} is of pictures, and how many a sample shows is known to the data alone{alone}")
+    if freezes and fields["method"] == "full":
+        frozen = settings.flag(freezes, True)
+        settings.approximate(f"{freezes} true{FROZEN_ENCODER}" if frozen else f"{freezes} false{ON_TEXT}")
+
+
+def without_encoder(settings: Settings, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """All linear layers of the text alone, of a model with eyes, as tools take them that keep its encoder frozen."""
+    model = settings.model
+    if names != "all-linear" or model is None or model.model_type not in SEEING:
+        return names
+    idle = sorted({re.escape(layer.path) for layer, _ in with_vision(model).idle_layers})
+    return (rf"(?!({'|'.join(idle)})\.).*\.\d+\..*",)
 
 
 def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:

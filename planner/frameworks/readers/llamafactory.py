@@ -17,6 +17,13 @@ PROGRAMS = ("src/train.py", "src/train_bash.py")
 """Its own program, which a checkout launches by its path."""
 PREFERENCES = {**dict.fromkeys(("sigmoid", "hinge", "ipo", "kto_pair"), "dpo"), "orpo": "orpo"}
 """Values of `pref_loss` at stage dpo -> the objective whose step it is."""
+PICTURES = ("image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
+ENCODER = "freeze_vision_tower"
+"""Keeps the encoder frozen, and its matrices out of `lora_target: all`.
+
+Source: LLaMA-Factory 0.9.5 hparams/finetuning_args.py, model/model_utils/misc.py find_all_linear_modules,
+data/collator.py (a blank picture where a batch has none).
+"""
 READ_ATTENTIONS = {word: kind for kind, word in ATTENTIONS.items()} | {"auto": "sdpa", "fa3": "flash-attention-2"}
 NOT_COUNTED = {
     "use_galore": UpperBound("GaLore's projected optimizer states are counted as AdamW's", *TRAINED),
@@ -73,7 +80,7 @@ def read(settings: Settings) -> ReadConfig:
         layout = zero_stage(settings, settings.values["deepspeed"])
     fields |= parallel_of(settings, layout)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
-    common.pictures(settings, "image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
+    common.pictures(settings, fields, {key: settings.raw(key) for key in PICTURES}, ENCODER)
     settings.leave_out(NOT_COUNTED)
     earlier = settings.raw("adapter_name_or_path") and not settings.raw("create_new_adapter")
     if fields["method"] != "full" and earlier:
@@ -127,6 +134,8 @@ def _method(settings: Settings) -> dict[str, Any]:
             "adapter_dtype": "fp32",
         }
     fields = common.adapters(settings, LLAMAFACTORY, quantization, settings.names("lora_target") or ("all",))
+    if settings.flag(ENCODER, True):
+        fields["lora_targets"] = common.without_encoder(settings, fields["lora_targets"])
     return {**fields, "modules_to_save": _saved(settings), "adapter_dtype": "fp32"}
 
 

@@ -29,6 +29,15 @@ TASKS = {
     "generative_reranker": "reranking",
 }  # fmt: skip
 """Tasks of ms-swift beside next-token prediction -> what they train."""
+PICTURES = ("max_pixels", "vit_gradient_checkpointing", "freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr")
+PICTURES_OUTSIDE = ("MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_PIXELS", "VIDEO_MAX_TOKEN_NUM", "FPS_MAX_FRAMES")
+"""Settings, and variables of the environment, that are written where pictures are trained on."""
+ENCODER = "freeze_vit"
+"""Keeps the encoder frozen, and its matrices out of all-linear.
+
+Source: ms-swift@3602360a swift/arguments/tuner_args.py, swift/utils/transformers_utils.py get_multimodal_target_regex,
+swift/template/base.py _get_inputs_embeds_hf (a blank picture where a batch has none).
+"""
 NOT_COUNTED = {
     "use_galore": UpperBound("GaLore's projected optimizer states are counted as AdamW's", *TRAINED),
     "freeze_parameters_ratio": "frozen parts of the model are counted as trained",
@@ -76,6 +85,9 @@ def read(settings: Settings) -> ReadConfig:
         layout = with_autotp(settings, layout, settings.integer("deepspeed_autotp_size", 0))
     cut = with_cut_sequences(settings, "sequence_parallel_size", layout, fields)
     fields |= cut if "context_degree" in cut else device_map(settings, settings) or cut
+    outside = settings.outside.environment
+    signs = {key: settings.has(key) for key in PICTURES} | {key: outside.get(key) for key in PICTURES_OUTSIDE}
+    common.pictures(settings, fields, signs, ENCODER)
     return config(SWIFT, settings, fields)
 
 
@@ -108,6 +120,8 @@ def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
         names = ("all-linear",)
     saved = settings.first("modules_to_save", "lora_modules_to_save")
     fields = common.adapters(settings, SWIFT, quantization, names)
+    if settings.flag(ENCODER, True):
+        fields["lora_targets"] = common.without_encoder(settings, fields["lora_targets"])
     return {**fields, "modules_to_save": common.modules_to_save(settings, saved)}
 
 

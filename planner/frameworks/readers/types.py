@@ -72,6 +72,9 @@ SHORT_NAMES = {
 """Words of `--set` for fields of a setup, beside their own names."""
 TEXT_ALONE = "pictures are not counted: only the data says whether it shows any (--set images=1x1024x1024)"
 """The assumption about a model with eyes whose file says nothing of its data."""
+FROZEN_ENCODER = " keeps the vision encoder frozen: with pictures it is counted as trained"
+ON_TEXT = " trains the vision encoder on text too: its gradients and optimizer states are not counted without pictures"
+"""Ends of approximations of full fine-tuning with pictures alone, and of that without any."""
 
 
 class UpperBound(str):
@@ -314,8 +317,11 @@ def overrides(config: ReadConfig, given: Mapping[str, Any]) -> ReadConfig:
     origins = {**config.origins, **dict.fromkeys(given, "--set")}
     supplied_texts = [text for text, of in ((TEXT_ALONE, "images"), (EXPANDABLE, "expandable_segments")) if of in given]
     assumed = tuple(assumption for assumption in config.assumptions if assumption not in supplied_texts)
+    settled = ON_TEXT if setup.images is not None else FROZEN_ENCODER
+    approximated = tuple(text for text in config.approximations if "images" not in given or not text.endswith(settled))
     extra_bytes, evaluated = given.get(BESIDE, config.beside_bytes), given.get(EVALUATED, config.eval_seqs)
     supplied = replace(config, setup=setup, missing=missing, origins=origins, assumptions=assumed)
+    supplied = replace(supplied, approximations=approximated)
     return replace(supplied, beside_bytes=extra_bytes, eval_seqs=evaluated)
 
 
