@@ -94,6 +94,7 @@ FIXED: dict[str, str] = {
     ),
     "use_cache": "off, as every launch file sets it",
     "fsdp_version": "2, as every launch file sets it: 1 is what other people's runs may have",
+    "sync_each_batch": "on, as every launch file sets it: the Trainer by itself keeps whole gradients",
 }
 
 NAMES = tuple(dimension.name for dimension in DIMENSIONS)

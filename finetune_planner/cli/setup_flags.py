@@ -270,6 +270,7 @@ FORMULA_ALONE = (
     Flag(of="stack", help="Whose training step: " + ", ".join(fields.STACK_NAMES)),
     Flag(of="expandable_segments", help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise"),
     Flag(of="fsdp_version", help="1: the older FSDP beside --parallel fsdp2, whose hooks keep layers' inputs"),
+    Flag(of="sync_each_batch", help="FSDP2 cuts every micro-batch's gradients; off: whole ones wait for the last"),
     Flag(
         of="reentrant_checkpointing", name="reentrant", help="use_reentrant of checkpointing; the stack's own otherwise"
     ),

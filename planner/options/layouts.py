@@ -17,6 +17,7 @@ LAYOUT_FIELDS = (
     "shard_degree",
     "reshard_after_forward",
     "fsdp_version",
+    "sync_each_batch",
     "offload",
 )
 """Fields that say something only with several GPUs; left out of JSON and keys at their defaults."""

@@ -139,10 +139,13 @@ def _layouts(setup: TrainSetup) -> list[Tried]:
     """Other ways of spreading the same job over its GPUs; none on one GPU, and none of a job that is split."""
     if setup.data_degree < 2 or setup.data_degree != setup.num_gpus:
         return []
-    plain: dict[str, object] = {"shard_degree": 0, "reshard_after_forward": True, "offload": "none"}
+    plain: dict[str, object] = {"shard_degree": 0, "reshard_after_forward": True, "sync_each_batch": True}
+    plain |= {"offload": "none"}
     labels = {"ddp": "DDP (no sharding)", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
     offloads, can = setup.offload != "none", setup.parallel in ("fsdp2", "zero3")
+    cut = not setup.sync_each_batch and setup.accumulation_steps > 1
     return _where(
+        (cut, ("sync_each_batch (gradients are cut after every micro-batch)", {"sync_each_batch": True}, False)),
         *((name != setup.parallel, (label, {**plain, "parallel": name}, False)) for name, label in labels.items()),
         (offloads, ("nothing in the host's memory", {"offload": "none"}, False)),
         (not offloads and can, ("weights and optimizer in the host's memory", {"offload": "parameters"}, False)),

@@ -56,6 +56,7 @@ class TrainSetup(SetupValues):
             "expandable_segments": True,
             "reentrant_checkpointing": False,
             "fsdp_version": 2,
+            "sync_each_batch": True,
             **{name: DEFAULTS[name] for name in OF_OTHERS},
         }
         if target not in STACKS or all(getattr(self, name) == value for name, value in around.items()):

@@ -36,8 +36,9 @@ def _check_degrees(setup: SetupValues) -> None:
     count("shard_degree", setup.shard_degree, at_least=0)
     one_of("pipeline_schedule", setup.pipeline_schedule, PIPELINE_SCHEDULES)
     one_of("offload", setup.offload, OFFLOADS)
-    if not isinstance(setup.reshard_after_forward, bool):
-        raise SetupError(f"reshard_after_forward must be true or false, got {setup.reshard_after_forward!r}")
+    for name in ("reshard_after_forward", "sync_each_batch"):
+        if not isinstance(getattr(setup, name), bool):
+            raise SetupError(f"{name} must be true or false, got {getattr(setup, name)!r}")
     if setup.num_gpus == 1:
         if setup.zero or (setup.parallel in SHARDED and setup.offload != "none"):
             return  # a rank of one: DeepSpeed's fp32 masters, or what is sharded in the host's memory
@@ -126,8 +127,9 @@ def _check_sharing(setup: SetupValues) -> None:
             f"shard_degree {setup.shard_degree} needs parallel 'fsdp2' and must divide "
             f"its {setup.shardable_ranks} copies"
         )
-    if not setup.reshard_after_forward and setup.parallel != "fsdp2":
-        raise SetupError("reshard_after_forward off belongs to parallel 'fsdp2'")
+    for name in ("reshard_after_forward", "sync_each_batch"):
+        if not getattr(setup, name) and setup.parallel != "fsdp2":
+            raise SetupError(f"{name} off belongs to parallel 'fsdp2'")
     if setup.fsdp_version not in (1, 2) or (setup.fsdp_version == 1 and (setup.parallel != "fsdp2" or split > 1)):
         raise SetupError(
             f"fsdp_version must be 2, or 1 with parallel 'fsdp2' and nothing else split, got {setup.fsdp_version!r}"

@@ -94,6 +94,9 @@ class Layout:
     """FSDP2 frees a layer's gathered weights after its forward (ZeRO-3 always does)."""
     fsdp_version: int = 2
     """Of FSDP, 1 or 2; no plan chooses 1, the older (`planner.memory.micro_batch.hooked_bytes`)."""
+    sync_each_batch: bool = True
+    """FSDP2 cuts the gradients of every micro-batch, as every launch file asks; else those of the whole model wait on
+    every GPU for the step's last one, as transformers' Trainer has it by itself."""
 
     @property
     def degrees(self) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class Layout:
         autocast: whether the forward stays under autocast. FSDP2's mixed precision replaces it: Accelerate does not
             wrap the forward of a model that it prepares for FSDP2 (`Accelerator._prepare_fsdp2`).
         no_sync: entered around every micro-batch before the last, as `transformers.Trainer` does under DDP
-            (`Accelerator.no_sync`). FSDP2 reduces every micro-batch (`sync_each_batch`).
+            (`Accelerator.no_sync`), and under FSDP2 unless `sync_each_batch` is set.
         run: takes the place of a step's micro-batches (a pipeline's schedule): called with the batches and what tells
             the phases.
     """
@@ -93,7 +93,7 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Layout:
                 mp_policy=plugin.mixed_precision_policy,
                 offload_policy=plugin.cpu_offload,
             )
-        return Layout(module=model, autocast=False)
+        return Layout(module=model, autocast=False, no_sync=_deferred(model, setup))
     mesh = data_mesh(setup, device)
     names = mesh.mesh_dim_names
     accelerator = SimpleNamespace(
@@ -109,8 +109,7 @@ def _fsdp2(model: Any, setup: TrainSetup, device: torch.device) -> Layout:
     with mock.patch.object(model, "state_dict", dict) if on_meta else nullcontext():
         module = fsdp2_prepare_model(accelerator, model)
 
-    # `sync_each_batch`, which the launch files ask of the Trainer: without it whole gradients wait for the last one
-    return Layout(module=module, autocast=False)
+    return Layout(module=module, autocast=False, no_sync=_deferred(module, setup))
 
 
 def share_reference(reference: Any, setup: TrainSetup, *, device: torch.device) -> None:
@@ -169,8 +168,13 @@ def _at_loading(model: Any, setup: TrainSetup, device: torch.device) -> Layout:
     inner = inner_model(model)
     with _untied(inner):
         type(inner).maybe_distribute_model(inner, config, TransformersDeviceMesh(dense, experts))
-    defers = setup.parallel == "fsdp2" and setup.expert_degree == 1  # which the launch files ask to reduce every time
-    return Layout(module=model, no_sync=partial(_without_sync, inner) if defers else nullcontext)
+    if setup.parallel == "fsdp2" and setup.expert_degree == 1:  # of experts the launch files ask to reduce every time
+        setup = setup.replace_trusted(sync_each_batch=False)
+    return Layout(module=model, no_sync=_deferred(inner, setup))
+
+
+def _deferred(model: Any, setup: TrainSetup) -> Callable[[], AbstractContextManager[Any]]:
+    return nullcontext if setup.sync_each_batch else partial(_without_sync, model)
 
 
 @contextmanager

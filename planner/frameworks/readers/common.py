@@ -568,7 +568,7 @@ def keys(tool: Tool, values: Mapping[str, Any]) -> dict[str, str]:
     by_field: dict[str, str] = {}
     for field in tool.fields:
         names = (field.key, *field.older)
-        by_field[field.of] = next((name for name in names if _value(values, name) is not None), field.key)
+        by_field[field.of] = next((name for name in names if written(values, name) is not None), field.key)
     return by_field
 
 
@@ -585,7 +585,7 @@ def origins(
     default = f"default of {tool.title} {version}".strip()
     sources: dict[str, str] = {}
     for field in tool.fields:
-        stands = [name for name in (field.key, *field.older, *field.more) if _value(values, name) is not None]
+        stands = [name for name in (field.key, *field.older, *field.more) if written(values, name) is not None]
         if stands and stands[0] in lines:
             sources[field.of] = f"{file}:{lines[stands[0]]}"
         elif not stands and field.of not in ("model", "num_gpus", "parallel"):
@@ -593,7 +593,8 @@ def origins(
     return sources
 
 
-def _value(values: Mapping[str, Any], key: str) -> Any:
+def written(values: Mapping[str, Any], key: str) -> Any:
+    """What a file has at a dotted key, None where nothing."""
     value: Any = values
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -35,6 +35,7 @@ from planner.frameworks.readers.sharding import LAUNCHERS
 from planner.frameworks.readers.types import EXPANDABLE, ReadConfig
 from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools import PROGRAMS, TOOLS
+from planner.frameworks.tools.transformers import SYNC
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.options.stacks import STACKS
@@ -88,9 +89,7 @@ def read_text(
         reading = replace(reading, loads_ahead=versions.loads_ahead(around.versions, reading.format))
     if name.endswith(shell.SUFFIXES):
         reading = replace(reading, lacks=(*reading.lacks, *NO_WORDS))
-    if not _keeps_whole_gradients(reading):
-        return reading
-    return replace(reading, approximations=(*reading.approximations, WHOLE_GRADIENTS))
+    return _with_waiting_gradients(reading)
 
 
 def _with_segments(reading: ReadConfig, text: str, name: str) -> ReadConfig:
@@ -106,7 +105,7 @@ def _with_segments(reading: ReadConfig, text: str, name: str) -> ReadConfig:
     return replace(reading, assumptions=(*reading.assumptions, EXPANDABLE))
 
 
-NO_WORDS = ("liger_kernel_config",)
+NO_WORDS = ("liger_kernel_config", SYNC)
 """Settings that no word of a command line sets: transformers 5.23 `HfArgumentParser` takes no text for a dictionary
 that is not in `TrainingArguments._VALID_DICT_FIELDS`."""
 HALVED = "auto_find_batch_size: a micro-batch that does not fit is halved until it does"
@@ -115,24 +114,24 @@ STACK_OF = {name: name for name in STACKS} | {script.UNSLOTH: unsloth.FORMAT}
 
 
 WHOLE_GRADIENTS = (
-    "with accumulation FSDP2 keeps the whole model's gradients on every GPU between micro-batches unless "
-    "accelerator_config.gradient_accumulation_kwargs.sync_each_batch is true: counted as if it were"
+    "with accumulation FSDP keeps the whole model's gradients on every GPU between micro-batches, as nothing sets "
+    f"{SYNC}"
 )
 
 
-def _keeps_whole_gradients(reading: ReadConfig) -> bool:
-    """Whether the Trainer would not reduce gradients before the last micro-batch of an FSDP2 step.
+def _with_waiting_gradients(reading: ReadConfig) -> ReadConfig:
+    """The reading as its Trainer reduces gradients under FSDP: by itself with the step's last micro-batch.
 
     Source: transformers 5.23 `Trainer._inner_training_loop`; accelerate 1.15 `Accelerator.no_sync`.
     """
     setup = reading.setup
-    sharded = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and setup.accumulation_steps > 1
-    if not sharded or reading.format not in TRAINERS:
-        return False
-    value: Any = reading.values
-    for key in ("accelerator_config", "gradient_accumulation_kwargs", "sync_each_batch"):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value is not True
+    by_trainer = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and reading.format in TRAINERS
+    if not by_trainer or common.written(reading.values, SYNC) is True:
+        return reading
+    waits = replace(reading, setup=setup.replace(sync_each_batch=False))
+    if setup.accumulation_steps == 1:
+        return waits
+    return replace(waits, assumptions=(*reading.assumptions, WHOLE_GRADIENTS))
 
 
 TRAINERS = ("trl", "axolotl", "llamafactory", "hf-script")

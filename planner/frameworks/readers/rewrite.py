@@ -211,7 +211,9 @@ def _append(text: str, name: str, missing: dict[str, Any], *, as_json: bool) -> 
 
 
 def _insert_nested(text: str, name: str, key: str, value: Any, break_: str) -> str:
-    outer, inner = key.split(".", 1)
+    outer, inner, *deeper = key.split(".")
+    for part in reversed(deeper):
+        value = {part: value}
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     pair = _find(root, [outer]) if isinstance(root, yaml.MappingNode) else None
     if pair is None:

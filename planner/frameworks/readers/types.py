@@ -190,6 +190,8 @@ def canonical(setup: TrainSetup) -> TrainSetup:
     """
     plain = TrainSetup()
     setup = setup.replace(linear_attention=plain.linear_attention)
+    if setup.accumulation_steps == 1:
+        setup = setup.replace(sync_each_batch=plain.sync_each_batch)
     if setup.method == "full":
         return setup.replace(
             lora_targets=plain.lora_targets, lora_dropout=plain.lora_dropout, adapter_dtype=plain.adapter_dtype

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.frameworks.tools.field import Field, Tool
-from planner.frameworks.tools.transformers import ATTENTIONS, COMPILE, OPTIMIZERS
+from planner.frameworks.tools.transformers import ATTENTIONS, COMPILE, OPTIMIZERS, WHOLE
 from planner.options.kernels import FUSED_LORA, KERNELS, running
 from planner.setup import TrainSetup
 from planner.setup.allowed import XFORMERS
@@ -93,5 +93,6 @@ AXOLOTL = Tool(
             more=("fsdp", "fsdp_config", "context_parallel_size", "sequence_parallel_degree"),
             fix=False,
         ),
+        WHOLE,
     ),
 )

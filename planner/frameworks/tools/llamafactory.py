@@ -3,7 +3,7 @@
 from typing import Any
 
 from planner.frameworks.tools.field import Field, Tool
-from planner.frameworks.tools.transformers import BATCH, COMPILE, OPTIMIZER, PARALLEL
+from planner.frameworks.tools.transformers import BATCH, COMPILE, OPTIMIZER, PARALLEL, WHOLE
 from planner.setup import TrainSetup
 
 ATTENTIONS = {"eager": "disabled", "sdpa": "sdpa", "flash-attention-2": "fa2"}
@@ -54,6 +54,7 @@ LLAMAFACTORY = Tool(
             fix=False,
         ),
         PARALLEL,
+        WHOLE,
     ),
     fixed=("precision",),
 )

@@ -64,6 +64,9 @@ CHECKPOINTING = Field(
 KERNELS = Field(of="kernels", key="use_liger_kernel", older=("use_liger",), edit=_liger)
 COMPILE = Field(of="compile", key="torch_compile", default=False)
 PARALLEL = Field(of="parallel", key="deepspeed", more=("fsdp", "fsdp_config"), fix=False)
+SYNC = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
+WHOLE = Field(of="sync_each_batch", key=SYNC, older=("accelerator_config",), fix=SYNC)
+"""Which gradients wait under FSDP with accumulation; in a block that holds something else it is a person's to write."""
 
 OF_QUANTIZATION = ("load_in_8bit", "bnb_4bit_use_double_quant", "bnb_4bit_quant_type")
 
@@ -84,6 +87,7 @@ SCRIPT = Tool(
         Field(of="precision", key="dtype", older=("torch_dtype",), more=("bf16", "fp16"), fix=HANDED, edit=_handed),
         Field(of="quantization", key="load_in_4bit", more=OF_QUANTIZATION, fix=False),
         PARALLEL,
+        replace(WHOLE, fix=False),
         *_PEFT,
     ),
 )
@@ -124,5 +128,6 @@ TRL = Tool(
         Field(of="lora_targets", key="lora_target_modules", fix=False),
         Field(of="modules_to_save", key="lora_modules_to_save", fix=False),
         replace(PARALLEL, more=(*PARALLEL.more, "accelerate_config")),
+        WHOLE,
     ),
 )

@@ -46,8 +46,7 @@ class Fsdp2(Engine):
     and makes one group of tables, final norm and head, gathered from the forward to the backward's end.
 
     Source: accelerate 1.15 `fsdp2_prepare_model`; `_gathered` and `_gradients` for what lives when.
-    Not counted: the separate pools of the communication streams (in the allocator's gap). Accumulation is taken with
-    `sync_each_batch`: without it the gradients of the whole model stay unsharded between micro-batches.
+    Not counted: the separate pools of the communication streams (in the allocator's gap).
     Measured: against 50 dry runs of Accelerate's own preparation (benchmarks/layout_formula_vs_dryrun.py, seed 7,
     21 November 2026): median error 0.1 %, worst 2.4 %.
     """
@@ -116,7 +115,12 @@ class Fsdp2(Engine):
         if rest.tied:  # transformers wraps both ends of the tie
             allocations.append(weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE))
         allocations += _reducing(rest, groups, trained, local, setup, halves=2, keep=False, accumulated=accumulated)
-        allocations += _sharded_gradients(groups, local, setup.shards, accumulated, expert_elements=share.layer)
+        if accumulated and not setup.sync_each_batch:
+            allocations += _waiting_gradients(
+                rest, setup, trained, local, expert_elements=share.stored * share.replicas
+            )
+        else:
+            allocations += _sharded_gradients(groups, local, setup.shards, accumulated, expert_elements=share.layer)
         left = SIZE_BYTES[inner.weight_dtype] * share.gathered if share.replicas > 1 else 0
         return rank_state(
             part,
@@ -193,17 +197,33 @@ def _block_by_block(
     if model.tied and setup.sharded_at_loading:  # transformers wraps both ends of the tie
         allocations.append(weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE))
     allocations += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
-    if accumulated and setup.sharded_at_loading:
-        # whole gradients wait for the last micro-batch, in the type of their reduction (transformers 5.23
-        # `Trainer._defer_fsdp_gradient_reduction`; PyTorch 2.13 `FSDPParam.to_accumulated_grad_if_needed`); a
-        # vocabulary-split table's is whole, a tied head's is another, as each has a group of its own
-        size = SIZE_BYTES["fp32" if setup.autocast_dtype is not None else trained.dtype]
-        whole = (setup.tensor_degree - (not model.tied)) * model.num_embedding_params
-        waiting = size * (trained.num + whole)
-        allocations.append(gradient_allocation("unsharded gradients", waiting, *COMPUTE, "end", "step"))
+    if accumulated and (setup.sharded_at_loading or not setup.sync_each_batch):
+        allocations += _waiting_gradients(model, setup, trained, local)
     elif setup.offload != "parameters":
         allocations += _sharded_gradients(groups, local, setup.shards, accumulated)
     return allocations
+
+
+def _waiting_gradients(
+    model: ModelSpec, setup: TrainSetup, trained: Trained, local: Trained, *, expert_elements: int = 0
+) -> list[Allocation]:
+    """Whole gradients, which wait for the step's last micro-batch in the type of their reduction: Accelerate's 16 bit,
+    transformers' own fp32 under autocast, of which a vocabulary-split table's is whole and a tied head's is another, as
+    each has a group of its own.
+
+    Source: accelerate 1.15 `Accelerator.no_sync`; transformers 5.23 `Trainer._defer_fsdp_gradient_reduction`; PyTorch
+    2.13 `FSDPParam.to_accumulated_grad_if_needed`.
+    """
+    name, alive = "unsharded gradients", (*COMPUTE, "end")
+    if not setup.sharded_at_loading:
+        step = local.size_bytes if setup.offload != "parameters" else 0
+        return [
+            gradient_allocation(name, trained.size_bytes, *alive),
+            gradient_allocation(f"gradients / {setup.shards}", step, "step"),
+        ]
+    size = SIZE_BYTES["fp32" if setup.autocast_dtype is not None else trained.dtype]
+    whole = (setup.tensor_degree - (not model.tied)) * model.num_embedding_params + expert_elements
+    return [gradient_allocation(name, size * (trained.num + whole), *alive, "step")]
 
 
 def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[int, int]:

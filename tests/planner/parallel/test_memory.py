@@ -81,7 +81,8 @@ def test_ddp_buckets_are_as_large_as_the_gradients() -> None:
 
 def _fsdp2(**more: Any) -> RankState:
     setup = TrainSetup(**{**FULL, "num_gpus": 8, "parallel": "fsdp2", **more})
-    return engine_of(setup).state(rank_parts(loaded(), setup)[0], setup, accumulated=False)
+    accumulated = setup.accumulation_steps > 1
+    return engine_of(setup).state(rank_parts(loaded(), setup)[0], setup, accumulated=accumulated)
 
 
 def _at(state: RankState, moment: str, category: str) -> int:
@@ -119,6 +120,14 @@ def test_fsdp2_keeps_every_block_where_weights_are_not_resharded() -> None:
     assert _at(keep, "loss", "weights") - _at(free, "loss", "weights") == 32 * block + table
     assert _at(keep, "first", "weights") == 32 * block + table
     assert _at(keep, "last", "weights") == block + table
+
+
+def test_fsdp2_holds_whole_gradients_until_the_last_micro_batch_unless_each_is_reduced() -> None:
+    cut, waits = (_fsdp2(accumulation_steps=2, sync_each_batch=sync) for sync in (True, False))
+    whole = 2 * loaded().num_params
+    assert _at(waits, "loss", "gradients") - _at(cut, "loss", "gradients") == whole
+    # a share in fp32 when they are reduced, where the other is there all along
+    assert _at(waits, "step", "gradients") == 2 * whole // 8
 
 
 def test_fsdp2_pads_small_first_dimensions() -> None:
