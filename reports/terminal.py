@@ -318,8 +318,8 @@ def group_bytes(candidate: Candidate, memory_bytes: int) -> dict[str, int]:
 def render_brief(
     answer: Plan | NoPlan, console: Console, *, next_command: str = "", launches: Sequence[str] = ()
 ) -> None:
-    """The answer in MAX_LINES: risks before alternatives, other notes as far as there is room for them, else their
-    number."""
+    """The answer in MAX_LINES (a line or two more, where the first risk has no room else): risks before alternatives,
+    other notes as far as there is room for them, else their number."""
     notes = notes_of(answer)
 
     def write(page: Page, shown: int, num_alternatives: int) -> None:
@@ -361,7 +361,8 @@ def render_brief(
         for shown in range(urgent, 0, -1)
         for num_alternatives in range(NUM_ALTERNATIVES, least - 1, -1)
     ]
-    rooms += [(0, num_alternatives) for num_alternatives in range(NUM_ALTERNATIVES, -1, -1)]
+    if not urgent or isinstance(answer, NoPlan):
+        rooms += [(0, num_alternatives) for num_alternatives in range(NUM_ALTERNATIVES, -1, -1)]
     write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
 
 

@@ -298,7 +298,7 @@ def _in_the_host(
     if not workload.host_bytes or workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed):
         return None
     fixed = {**workload.fixed, "offload": ("optimizer", "parameters")}
-    stateless = "SGD: AdamW's states have no room in the host"
+    stateless = "SGD, which learns slower: AdamW's states have no room in the host"
     for more in ({}, {"optimizer": ("sgd",)}):
         if more.keys() & workload.fixed.keys():
             continue

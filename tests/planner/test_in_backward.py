@@ -70,4 +70,6 @@ def test_a_refusal_and_a_plan_with_sgd_name_it() -> None:
     assert any(remedy.action.startswith(f"--target {STACK} --global-batch 2: ") for remedy in refused.remedies)
     plan = planned(plan_request(LLAMA, "rtx-4090", fixed=WHOLE, host_gib=64), explained=False)
     assert plan.chosen.setup.optimizer == "sgd"
-    assert plan.notes[0].startswith("SGD: AdamW's states have no room in the host; --target torchtune-in-bwd")
+    assert plan.notes[0].startswith(
+        "SGD, which learns slower: AdamW's states have no room in the host; --target torchtune-in-bwd"
+    )
