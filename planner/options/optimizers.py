@@ -66,9 +66,10 @@ class Optimizer:
         steps_on_cpu: whether it has a form that steps states in the host's memory (DeepSpeedCPUAdam, AdamW on CPU).
 
         transformers: its name in transformers' `OptimizerNames` (5.23), which TRL, Axolotl, LLaMA-Factory and Unsloth
-            take over.
+            take over; "" where a program alone can build it.
         aliases: other names that those tools read as the same.
-        nearest_of: names of optimizers that are not in this table and whose states are nearest to this one's.
+        same_states: names of optimizers that are not in this table and keep the same states. Measured: two steps on
+            CPU (bitsandbytes 0.50, torch-optimi 0.3.3, schedulefree 1.4.1).
         class_path: the class that the dry run and the probe build, with its `arguments`.
     """
 
@@ -90,7 +91,7 @@ class Optimizer:
     steps_on_cpu: bool
     transformers: str
     aliases: tuple[str, ...]
-    nearest_of: tuple[str, ...]
+    same_states: tuple[str, ...]
     class_path: str
     arguments: Mapping[str, Any]
 
@@ -127,7 +128,7 @@ _USUAL: dict[str, Any] = {
     "cpu_looped": True,
     "rate_rule": "Adam",
     "aliases": (),
-    "nearest_of": (),
+    "same_states": (),
 }
 """What most of them have in common; bytes and passes are every row's own to say."""
 _TORCH: dict[str, Any] = {
@@ -171,8 +172,34 @@ _ROWS = (
         kernels_per_tensor=0.3,
         transformers="adamw_torch",
         aliases=("adamw_hf", "adamw"),
+        same_states=(
+            "adamw_torch_npu_fused",
+            "adamw_torch_xla",
+            "schedule_free_adamw",
+            "schedule_free_radam",
+            "adam",
+            "adopt_adamw",
+            "ao_adamw",
+            "sophia",
+        ),
         class_path="torch.optim.AdamW",
         arguments={"weight_decay": 0.0, "foreach": True},
+    ),
+    # Reddi et al. 2018, https://arxiv.org/abs/1904.09237: the largest second moment beside both.
+    _row(
+        _TORCH,
+        name="adamw-amsgrad",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(param_dtype_states=3),
+        temporaries=Temporaries(copies=1),
+        passes=23.0,
+        kernels_per_tensor=0.34,
+        steps_on_cpu=False,
+        transformers="",
+        class_path="torch.optim.AdamW",
+        arguments={"weight_decay": 0.0, "foreach": True, "amsgrad": True},
     ),
     # The fused kernel reads four tensors and writes three, in place.
     _row(
@@ -200,14 +227,6 @@ _ROWS = (
         extra_bytes=4.2,
         transformers="adamw_bnb_8bit",
         aliases=("adamw_8bit",),
-        nearest_of=(
-            "adamw_torch_8bit",
-            "ao_adamw_8bit",
-            "adamw_torch_4bit",
-            "ao_adamw_4bit",
-            "ao_adamw_fp8",
-            "ademamix_8bit",
-        ),
         class_path="bitsandbytes.optim.AdamW8bit",
     ),
     # bitsandbytes 0.50 `GlobalPageManager`, `get_paged`: managed memory, evicted to the host under pressure.
@@ -221,6 +240,17 @@ _ROWS = (
         extra_bytes=4.2,
         transformers="paged_adamw_8bit",
         class_path="bitsandbytes.optim.PagedAdamW8bit",
+    ),
+    _row(
+        _BITSANDBYTES,
+        name="adamw-32bit",
+        planned=False,
+        tie_break=4,
+        states=States(fp32=2),
+        extra_bytes=16.0,
+        transformers="",
+        same_states=("adamw_anyprecision",),
+        class_path="bitsandbytes.optim.AdamW32bit",
     ),
     _row(
         _BITSANDBYTES,
@@ -266,8 +296,96 @@ _ROWS = (
         extra_bytes=2.1,
         rate_rule="Lion",
         transformers="lion_8bit",
-        nearest_of=("paged_lion_8bit", "lion_pytorch"),
+        same_states=("rmsprop_bnb_8bit",),
         class_path="bitsandbytes.optim.Lion8bit",
+    ),
+    _row(
+        _BITSANDBYTES,
+        name="paged-lion-8bit",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(eight_bit=1),
+        paged=True,
+        extra_bytes=2.1,
+        rate_rule="Lion",
+        transformers="paged_lion_8bit",
+        class_path="bitsandbytes.optim.PagedLion8bit",
+    ),
+    _row(
+        _BITSANDBYTES,
+        name="lion-32bit",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(fp32=1),
+        extra_bytes=8.0,
+        rate_rule="Lion",
+        transformers="lion_32bit",
+        aliases=("lion",),
+        same_states=("rmsprop_bnb", "rmsprop_bnb_32bit"),
+        class_path="bitsandbytes.optim.Lion32bit",
+    ),
+    _row(
+        _BITSANDBYTES,
+        name="paged-lion-32bit",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(fp32=1),
+        paged=True,
+        extra_bytes=8.0,
+        rate_rule="Lion",
+        transformers="paged_lion_32bit",
+        aliases=("paged_lion",),
+        class_path="bitsandbytes.optim.PagedLion32bit",
+    ),
+    # Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137: a slow average of the gradients beside AdamW's states.
+    _row(
+        _BITSANDBYTES,
+        name="ademamix-32bit",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(fp32=3),
+        extra_bytes=24.0,
+        transformers="ademamix",
+        class_path="bitsandbytes.optim.AdEMAMix",
+    ),
+    _row(
+        _BITSANDBYTES,
+        name="ademamix-8bit",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(eight_bit=3),
+        extra_bytes=6.3,
+        transformers="ademamix_8bit",
+        class_path="bitsandbytes.optim.AdEMAMix8bit",
+    ),
+    _row(
+        _BITSANDBYTES,
+        name="paged-ademamix-32bit",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(fp32=3),
+        paged=True,
+        extra_bytes=24.0,
+        transformers="paged_ademamix_32bit",
+        class_path="bitsandbytes.optim.PagedAdEMAMix",
+    ),
+    _row(
+        _BITSANDBYTES,
+        name="paged-ademamix-8bit",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(eight_bit=3),
+        paged=True,
+        extra_bytes=6.3,
+        transformers="paged_ademamix_8bit",
+        class_path="bitsandbytes.optim.PagedAdEMAMix8bit",
     ),
     # Without momentum: no state.
     _row(
@@ -286,6 +404,54 @@ _ROWS = (
         class_path="torch.optim.SGD",
         arguments={"foreach": True},
     ),
+    _row(
+        _TORCH,
+        name="sgd-momentum",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(param_dtype_states=1),
+        temporaries=Temporaries(),
+        passes=8.0,
+        kernels_per_tensor=0.12,
+        rate_rule="SGD",
+        steps_on_cpu=False,
+        transformers="",
+        same_states=("lion_pytorch", "schedule_free_sgd"),
+        class_path="torch.optim.SGD",
+        arguments={"foreach": True, "momentum": 0.9},
+    ),
+    # The foreach forms, passes counted as AdamW's (PyTorch 2.13 `optim/rmsprop.py`, `optim/adagrad.py`).
+    _row(
+        _TORCH,
+        name="rmsprop",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(param_dtype_states=1),
+        temporaries=Temporaries(copies=1),
+        passes=13.0,
+        kernels_per_tensor=0.2,
+        steps_on_cpu=False,
+        transformers="rmsprop",
+        class_path="torch.optim.RMSprop",
+        arguments={"foreach": True},
+    ),
+    _row(
+        _TORCH,
+        name="adagrad",
+        planned=False,
+        tie_break=4,
+        adamw=False,
+        states=States(param_dtype_states=1),
+        temporaries=Temporaries(copies=2),
+        passes=13.0,
+        kernels_per_tensor=0.2,
+        steps_on_cpu=False,
+        transformers="adagrad",
+        class_path="torch.optim.Adagrad",
+        arguments={"foreach": True},
+    ),
 )
 
 OPTIMIZERS: Mapping[str, Optimizer] = {row.name: row for row in _ROWS}
@@ -293,5 +459,6 @@ OPTIMIZERS: Mapping[str, Optimizer] = {row.name: row for row in _ROWS}
 PLANNED_OPTIMIZERS = tuple(row.name for row in _ROWS if row.planned)
 """Those that a plan chooses from."""
 
-if len(OPTIMIZERS) != len(_ROWS) or len({row.transformers for row in _ROWS}) != len(_ROWS):
+_WORDS = [row.transformers for row in _ROWS if row.transformers]
+if len(OPTIMIZERS) != len(_ROWS) or len({*_WORDS}) != len(_WORDS):
     raise AssertionError("two optimizers share a name")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from planner.core.units import MIB
+from planner.frameworks.readers.common import KNOWN_OPTIMIZERS
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.engines import engine_of
@@ -134,6 +135,7 @@ def test_a_plan_tells_the_paged_states() -> None:
         ("adamw-fused", "fp32", 0),
         ("adamw-8bit", "bf16", 0),
         ("sgd", "bf16", 0),
+        ("adagrad", "bf16", 4 * 1000),  # the root of the sums, and the gradient times the rate
     ],
 )
 def test_temporaries_of_an_optimizer_step(optimizer: str, dtype: str, expected: int) -> None:
@@ -340,6 +342,8 @@ def test_clipping_reads_twice_and_writes_once() -> None:
         ("paged-adamw-32bit", 6 + 16, 1, 2 * 4),
         ("adafactor", 32 + 16, 18, 0),
         ("lion-8bit", 6 + 2.1, 1, 0),
+        ("ademamix-32bit", 6 + 24, 1, 0),
+        ("paged-ademamix-8bit", 6 + 6.3, 1, 3 * (1 + 4 / 256)),
         ("sgd", 6, 0.05, 0),
     ],
 )
@@ -446,7 +450,9 @@ def test_an_optimizers_row_leaves_nothing_out() -> None:
 
 
 def test_no_name_of_an_optimizer_means_two() -> None:
-    names = [name for row in OPTIMIZERS.values() for name in (row.transformers, *row.aliases, *row.nearest_of)]
+    names = [
+        name for row in OPTIMIZERS.values() for name in (row.transformers or row.name, *row.aliases, *row.same_states)
+    ]
     assert len(names) == len(set(names))
 
 
@@ -462,3 +468,26 @@ def test_adapters_that_no_gradient_reaches_have_no_states() -> None:
         spread = setup.replace(optimizer="adamw-fused", **layout)
         assert engine_of(spread).state(rank_parts(model, spread)[0], spread, accumulated=False).local.num == num
     assert trained.reached.num < trained.num
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPTIMIZERS.items() if not row.paged and name != "adafactor"])
+def test_an_optimizers_class_keeps_the_states_that_its_row_says(name: str) -> None:
+    """Two steps on CPU, of a matrix in bf16; a paged class differs in where its states lie."""
+    torch = pytest.importorskip("torch")
+    if OPTIMIZERS[name].bitsandbytes:
+        pytest.importorskip("bitsandbytes")
+    from probes.stack.optimizers import make_optimizer
+
+    weight = torch.nn.Parameter(torch.randn(128, 256).to(torch.bfloat16))
+    optimizer = make_optimizer(name, [weight])
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    kept = [state for key, state in optimizer.state[weight].items() if "qmap" not in key and torch.is_tensor(state)]
+    num_bytes = sum(state.nbytes for state in kept if state.numel() > 1)
+    assert num_bytes == state_bytes(weight.numel(), "bf16", name)
+
+
+def test_every_optimizer_of_transformers_has_a_row_or_a_bound() -> None:
+    names = pytest.importorskip("transformers.training_args").OptimizerNames
+    assert {name.value for name in names} <= KNOWN_OPTIMIZERS

@@ -45,6 +45,8 @@ FIELDS = {
     "cast on the way": ("", 'model = model.to("cuda", dtype=torch.float32)\n', "", "precision", "bf16-mixed"),
     "moved alone": ("", 'model.to("cuda")\n', "", "precision", "bf16-autocast"),
     "compiled": ("", "model = torch.compile(model)\n", "", "compile", True),
+    "32-bit states": ("", "", ", optimizers=(bnb.optim.AdamW([]), None)", "optimizer", "adamw-32bit"),
+    "a momentum": ("", "", ", optimizers=(torch.optim.SGD([], momentum=0.9), None)", "optimizer", "sgd-momentum"),
     "an optimizer's object": ("", "", ", optimizers=(bnb.optim.AdamW8bit([]), None)", "optimizer", "adamw-8bit"),
     "an optimizer's class": ("", "", ", optimizer_cls_and_kwargs=(torch.optim.SGD, {})", "optimizer", "sgd"),
     "no optimizer": ("", "", ", optimizers=(None, None)", "optimizer", "adamw-fused"),

@@ -48,6 +48,9 @@ class Case:
 OPTIM = {
     "adamw-fused": "adamw_torch_fused", "adamw": "adamw_torch", "adamw-8bit": "adamw_bnb_8bit",
     "paged-adamw-32bit": "paged_adamw_32bit", "paged-adamw-8bit": "paged_adamw_8bit", "lion-8bit": "lion_8bit",
+    "lion-32bit": "lion_32bit", "paged-lion-8bit": "paged_lion_8bit", "paged-lion-32bit": "paged_lion_32bit",
+    "ademamix-32bit": "ademamix", "ademamix-8bit": "ademamix_8bit", "paged-ademamix-32bit": "paged_ademamix_32bit",
+    "paged-ademamix-8bit": "paged_ademamix_8bit", "rmsprop": "rmsprop", "adagrad": "adagrad",
     "adafactor": "adafactor", "sgd": "sgd",
 }  # fmt: skip
 """transformers' names."""

@@ -21,6 +21,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import stored_refusal
 from planner.models.targets import peft_target_modules
 from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
+from planner.options.optimizers import OPTIMIZERS
 from planner.options.precisions import PRECISIONS
 from planner.options.stacks import TARGET_ROWS
 from planner.samples.steps import steps_between_saves
@@ -183,6 +184,8 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
     """Why no trainer on transformers runs this setup on this model, "" when one does or the model is not known."""
     if reason := adapter_refusal(setup, tool):
         return reason
+    if not OPTIMIZERS[setup.optimizer].transformers:
+        return f"transformers' optim has no name for {setup.optimizer}"
     if setup.modules_to_save:
         return "launch files train adapters alone: add modules_to_save to one yourself"
     last = tool == "llamafactory" and setup.method == "full" and isinstance(setup.trained_layers, int)

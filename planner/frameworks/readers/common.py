@@ -35,29 +35,30 @@ from planner.options.precisions import precision_of
 from planner.setup import TrainSetup
 from planner.setup.allowed import FLEX, SAVED_MODULES
 
-OPTIMIZERS = {alias: name for name, row in ROWS.items() for alias in (row.transformers, *row.aliases)}
-STAND_INS = {alias: name for name, row in ROWS.items() for alias in row.nearest_of}
-"""Optimizers that the memory model does not know, and the one whose states are nearest; the others here: adamw."""
-# fmt: off
-OTHER_OPTIMIZERS = frozenset({
-    # transformers 5.23, OptimizerNames
-    "adagrad", "adalomo", "adamw_anyprecision", "adamw_torch_npu_fused", "adamw_torch_xla", "ademamix", "apollo_adamw",
-    "apollo_adamw_layerwise", "galore_adafactor", "galore_adafactor_layerwise", "galore_adamw", "galore_adamw_8bit",
-    "galore_adamw_8bit_layerwise", "galore_adamw_layerwise", "grokadamw", "lion_32bit", "lomo", "paged_ademamix_32bit",
-    "paged_ademamix_8bit", "paged_lion_32bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit",
-    "schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd", "stable_adamw",
-    # Axolotl's own, and names of earlier versions
-    "adam", "adopt_adamw", "ao_adamw", "came_pytorch", "dion", "flash_adam", "flash_adamw", "flash_lion", "flash_sgd",
-    "flash_sgdw", "lion", "muon", "optimi_adamw", "paged_lion", "q_galore_adamw_8bit", "shampoo", "sophia",
-})
-# fmt: on
+OPTIMIZERS = {alias: name for name, row in ROWS.items() for alias in (row.transformers or name, *row.aliases)}
+SAME_STATES = {alias: name for name, row in ROWS.items() for alias in row.same_states}
+_BOUNDED: Mapping[tuple[str, tuple[str, ...]], str] = {
+    (
+        "adamw",
+        TRAINED,
+    ): "galore_adafactor galore_adafactor_layerwise galore_adamw galore_adamw_8bit galore_adamw_layerwise "
+    "galore_adamw_8bit_layerwise q_galore_adamw_8bit apollo_adamw apollo_adamw_layerwise lomo adalomo",
+    (
+        "adamw",
+        ("optimizer",),
+    ): "muon dion came_pytorch grokadamw flash_adam flash_adamw flash_lion flash_sgd flash_sgdw",
+    ("adamw-8bit", ("optimizer",)): "adamw_torch_8bit adamw_torch_4bit ao_adamw_8bit ao_adamw_4bit ao_adamw_fp8",
+    ("adamw-amsgrad", ("optimizer",)): "stable_adamw optimi_adamw",
+}
+BOUNDED = {name: bound for bound, names in _BOUNDED.items() for name in names.split()}
+"""Optimizers that keep no more than a row, which may be much less: the row, and what of it. Layer by layer gradients go
+early too.
 
-LEANER = {"galore": TRAINED, "apollo": TRAINED, "lomo": TRAINED, "muon": ("optimizer",), "came": ("optimizer",)}
-"""Words in names of optimizers that keep less than AdamW, and of what. Layer by layer gradients go early too.
-
-Sources: arXiv 2403.03507 (GaLore), 2412.05270 (APOLLO), 2306.09782 (LOMO); `torch.optim.Muon` (one state of matrices).
+Sources: arXiv 2403.03507 (GaLore), 2412.05270 (APOLLO), 2306.09782 (LOMO), 2307.02047 (CAME), 2504.05295 (Dion);
+`torch.optim.Muon` (one state of matrices); grokadamw 0.1.2 (its states lie on the host); torchao 0.18 (embeddings in 8
+bits too); torch-optimi 0.3.3 (a third state of 16-bit weights alone).
 """
-KNOWN_OPTIMIZERS = frozenset({*OPTIMIZERS, *STAND_INS, *OTHER_OPTIMIZERS})
+KNOWN_OPTIMIZERS = frozenset({*OPTIMIZERS, *SAME_STATES, *BOUNDED})
 
 _HUB_KERNELS = ("flash-attn2", "flash-attn3", "flash-attn", "vllm-flash-attn3")
 ATTENTIONS = {
@@ -94,22 +95,31 @@ v_proj for every model type not named here."""
 
 
 def optimizer(settings: Settings, key: str, default: str, word: str | None = None) -> str:
-    """A setup's optimizer from a tool's name, or from transformers' `word` for it; a stand-in, noted, for those without
-    a memory model."""
+    """A setup's optimizer from a tool's name, or from transformers' `word` for it: for one without a row, noted, that
+    of the same states, or of no fewer."""
     name = (settings.text(key, default) if word is None else word).lower().removeprefix("optimizernames.")
-    if name in OPTIMIZERS:
-        return OPTIMIZERS[name]
     if name not in KNOWN_OPTIMIZERS:
         close = get_close_matches(name, sorted(KNOWN_OPTIMIZERS), n=1, cutoff=0.6)
         raise ConfigError(
             f"{settings.name}: {key} names no optimizer: {name!r:.80}",
             hint=f"did you mean {close[0]}?" if close else "adamw_torch_fused is the usual one",
         )
-    stand_in = STAND_INS.get(name, "adamw")
-    counted = f"optimizer {name} has no memory model of its own: counted as {stand_in}"
-    leaner = next((categories for word, categories in LEANER.items() if word in name), None)
-    settings.approximate(UpperBound(counted, *leaner) if leaner else counted)
-    return stand_in
+    arguments = str(settings.raw("optim_args") or "")
+    if name == "sgd" and "momentum" in arguments:
+        return "sgd-momentum"
+    if name == "rmsprop" and ("momentum" in arguments or "centered" in arguments):
+        counted, categories = BOUNDED["optimi_adamw"]
+    elif name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    elif name in SAME_STATES:
+        settings.assume(f"optimizer {name} keeps the states of {SAME_STATES[name]}: counted as that")
+        return SAME_STATES[name]
+    else:
+        counted, categories = BOUNDED[name]
+    settings.approximate(
+        UpperBound(f"optimizer {name} has no memory model of its own: counted as {counted}", *categories)
+    )
+    return counted
 
 
 def default_optimizer(settings: Settings) -> str:

@@ -21,6 +21,7 @@ from planner.frameworks.readers.program.values import (
 from planner.frameworks.readers.training import Training, loads_model, named_model, trained_times
 from planner.frameworks.readers.values import Settings
 from planner.options.objectives import OBJECTIVES
+from planner.options.optimizers import OPTIMIZERS
 
 CASTS = {"half": "fp16", "bfloat16": "bf16", "float": "fp32"}
 VISION = ("visual", "vision", "tower")
@@ -37,7 +38,6 @@ NOT_COUNTED = {
 """LoRA's settings that the memory model leaves out -> what is said of it."""
 LAYERS = ("layers", "h", "blocks")
 """Attributes of a model that hold its layers."""
-OPTIMIZERS = loops.OPTIMIZERS | {"DeepSpeedCPUAdam": "adamw_torch"}
 
 
 def cast(training: Training) -> str:
@@ -65,13 +65,10 @@ def optimizer(trainer: CallResult | None) -> Value | None:
     first = pair.items[0] if isinstance(pair, ListValue) and pair.items else pair
     if first is None or (isinstance(first, Constant) and first.data is None):
         return None
-    name = first.name if isinstance(first, CallResult) else plain(first)
-    optimizer_name = OPTIMIZERS.get(name) if isinstance(name, str) else None
-    if optimizer_name == "adamw_torch" and isinstance(first, CallResult) and plain(first.argument("fused")) is True:
-        optimizer_name = "adamw_torch_fused"
     where = getattr(first, "where", "") or (trainer.where if trainer is not None else "")
-    why = f"{where}: an optimizer of its own is handed to the trainer"
-    return Constant(optimizer_name, where) if optimizer_name else Unknown(why)
+    if name := loops.optimizer_of(first):
+        return Constant(OPTIMIZERS[name].transformers or name, where)
+    return Unknown(f"{where}: an optimizer of its own is handed to the trainer")
 
 
 def attention(text: str, program: Program) -> str:

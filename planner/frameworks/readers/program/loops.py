@@ -9,15 +9,28 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 
 from planner.core.records import dataclass
-from planner.frameworks.readers.program.values import CallResult, Constant, Function, ListValue, Unknown, Value, plain
+from planner.frameworks.readers.program.values import (
+    CallResult,
+    Constant,
+    Function,
+    ImportedName,
+    ListValue,
+    Unknown,
+    Value,
+    plain,
+)
 
-OPTIMIZERS = {
-    "AdamW": "adamw_torch", "Adam": "adamw_torch", "SGD": "sgd", "Adafactor": "adafactor", "RMSprop": "rmsprop",
-    "Adam8bit": "adamw_bnb_8bit", "AdamW8bit": "adamw_bnb_8bit", "PagedAdamW8bit": "paged_adamw_8bit",
-    "PagedAdamW": "paged_adamw_32bit", "PagedAdamW32bit": "paged_adamw_32bit", "Lion": "lion_32bit",
-    "Lion8bit": "lion_8bit", "PagedLion8bit": "paged_lion_8bit",
+BY_STATES = {
+    **dict.fromkeys(("Lion", "RMSprop", "Adagrad", "SGD", "LARS"), "lion"),
+    **dict.fromkeys(("Adam", "AdamW", "LAMB"), "adamw"),
+    "AdEMAMix": "ademamix",
+}
+"""Kinds of bitsandbytes' classes -> the optimizer with as many states (0.50 `Optimizer1State`, `Optimizer2State`)."""
+OF_TORCH = {
+    "AdamW": "adamw", "Adam": "adamw", "DeepSpeedCPUAdam": "adamw", "SGD": "sgd", "Adafactor": "adafactor",
+    "RMSprop": "rmsprop", "Adagrad": "adagrad",
 }  # fmt: skip
-"""Classes of PyTorch and bitsandbytes -> transformers' name of the same."""
+"""Classes of PyTorch, transformers and DeepSpeed -> the optimizer."""
 SPREADS = ("FSDP", "FullyShardedDataParallel", "fully_shard", "DataParallel", "initialize", "parallelize_module")
 """Calls that spread a model in a way that is not followed here."""
 HALVES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -144,10 +157,37 @@ def _forward(loss: Value) -> CallResult | None:
     return None
 
 
+def optimizer_of(value: Value) -> str:
+    """The optimizer whose object or class a value is, "" where it is none that is known.
+
+    One whose momentum is known to the run alone is taken with it."""
+    if isinstance(value, ImportedName):
+        value = CallResult(value.name, package=value.path.partition(".")[0])
+    if not isinstance(value, CallResult):
+        return ""
+    made = value
+    bits = re.fullmatch(rf"(Paged)?({'|'.join(BY_STATES)})(8|32)?(?:bit)?", made.name)
+
+    def on(keyword: str) -> bool:
+        return made.argument(keyword) is not None and plain(made.argument(keyword)) not in (False, 0, None)
+
+    if bits is not None and (made.package == "bitsandbytes" or bits[1] or bits[3]):
+        size = bits[3] or ("8" if plain(made.argument("optim_bits")) == 8 else "32")
+        return f"{'paged-' if bits[1] or on('is_paged') else ''}{BY_STATES[bits[2]]}-{size}bit"
+    if made.name == "Lion":
+        return "sgd-momentum"  # lion_pytorch's one state
+    name = OF_TORCH.get(made.name, "")
+    if name == "adamw":
+        return "adamw-amsgrad" if on("amsgrad") else "adamw-fused" if on("fused") else "adamw"
+    if name == "rmsprop" and (on("momentum") or on("centered")):
+        return "adamw-amsgrad"
+    return "sgd-momentum" if name == "sgd" and on("momentum") else name
+
+
 def _optimizer(step: CallResult) -> CallResult | None:
     """What a call of `step` steps: an optimizer, also one that is handed to a scaler."""
     given = step.positional[0] if step.positional else step.receiver
-    return given if isinstance(given, CallResult) and given.name in OPTIMIZERS else None
+    return given if isinstance(given, CallResult) and optimizer_of(given) else None
 
 
 def _precision(context: LoopContext, accelerator: CallResult | None) -> dict[str, Value]:
