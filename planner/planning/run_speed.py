@@ -32,7 +32,7 @@ def with_run_speed(
     prediction: Prediction, program: Program | None, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup
 ) -> Prediction:
     """`prediction` with the speed of the run's own operators; without one where they do not say all: of several GPUs,
-    objectives that generate, activations and optimizer states that travel to the host."""
+    objectives that generate, activations and optimizer states that travel to the host, steps beyond the card's peak."""
     travels = setup.activation_offload or (
         OPTIMIZERS[setup.optimizer].paged and paged_overflow(model, gpu, setup, prediction.peak_device_bytes)
     )
@@ -40,12 +40,15 @@ def with_run_speed(
         return prediction
     run = run_speed(program, gpu, setup)
     formula = speed_profile(model, gpu, setup).step_time(setup)
+    mfu_fraction = formula.mfu_fraction * formula.step_time_s / run.step_s
+    if mfu_fraction > 1.0:  # no card is so fast: the run left out some of what the step needs
+        return prediction
     return replace(
         prediction,
         step_time_s=run.step_s,
         tokens_per_s=setup.tokens_per_step / run.step_s,
         time_band_fraction=max(run.band_fraction, card_band(gpu)),
-        mfu_fraction=formula.mfu_fraction * formula.step_time_s / run.step_s,
+        mfu_fraction=mfu_fraction,
         time_parts_s=run.parts_s,
         notes=(*prediction.notes, *host_notes(run)),
     )

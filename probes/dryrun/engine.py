@@ -24,6 +24,7 @@ from probes.dryrun.startup import load_libraries
 from probes.dryrun.trace import Trace, World, trace_run
 from probes.stack.configs import load_config
 from probes.stack.images import deep_layers
+from probes.stack.objectives import forward_repeats
 
 CONTEXT_BYTES = 500 * 1024**2
 """What the driver and libraries hold outside PyTorch's count, when nobody measured it."""
@@ -144,7 +145,9 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
         parameter_bytes=trace.parameter_bytes,
         num_events=len(curve.totals),
         elapsed_s=0.0,
-        program=None if trace.operators is None else full_program(trace.operators, trace.trainables),
+        program=None
+        if trace.operators is None
+        else full_program(trace.operators, trace.trainables, forward_repeats(setup)),
     )
 
 

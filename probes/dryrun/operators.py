@@ -18,6 +18,7 @@ from probes.stack.kernels import listening
 MODULE, FORWARD, NO_GRAD, ENGINE, RECOMPUTE = range(len(ISSUERS))
 _ISSUERS = {(True, True): FORWARD, (True, False): NO_GRAD, (False, True): RECOMPUTE, (False, False): ENGINE}
 """By whether no backward runs and whether a graph is recorded."""
+_FORWARD = ("forward", None)
 _NUMBERS = (bool, int, float)
 _in_engine = torch._C._current_graph_task_id
 _records = torch.is_grad_enabled
@@ -163,17 +164,21 @@ def _collect(values: Any, layouts: list[Layout], numbers: list[float]) -> int:
     return many
 
 
-def full_program(log: OperatorLog, trainables: Sequence[Any]) -> Program | None:
+def full_program(log: OperatorLog, trainables: Sequence[Any], repeats: Sequence[int] = ()) -> Program | None:
     """The step's program of the full model, None where no step was followed.
 
     Args:
         trainables: what trains of the run's model (`probes.dryrun.trace.Trainable`).
+        repeats: of the forwards that a micro-batch begins, each with what follows it, how many each stands for.
     """
     if not log.micro_batches:
         return None
     layers = log.layers
     begin, step = log.micro_batches[-1], next(place for place, phase, _ in log.marks if phase == "step")
-    micro = log.segments(begin, step)
+    forwards = [place for place, phase, layer in log.marks if begin <= place < step and (phase, layer) == _FORWARD]
+    ends = [*forwards[1:], step] if repeats else [step]
+    parts = [log.segments(*between) for between in zip((begin, *ends), ends, strict=False)]
+    micro = [segment for part in parts for segment in part]
     optimizer = log.segments(step if log.full_step is None else log.full_step, len(log.calls))
     sums: Mapping[int, int] = {}
     if len(log.micro_batches) == 1:
@@ -193,11 +198,22 @@ def full_program(log: OperatorLog, trainables: Sequence[Any]) -> Program | None:
     return Program(
         operators=log.operators,
         segments=[segment for _, segment in (*micro, *optimizer)],
-        micro_batch=[*(range(len(micro)) if layers is None else _unrolled(micro, layers))],
+        micro_batch=[*_repeated(parts, (1, *repeats), layers)],
         step=[*range(len(micro), len(micro) + len(optimizer))],
         added=sums,
         num_modules=sum(log.modules.get(layer, 0) for layer in module_layers),
     )
+
+
+def _repeated(
+    parts: Sequence[Sequence[tuple[int | None, Segment]]], times: Sequence[int], layers: LayerMap | None
+) -> Iterator[int]:
+    """The places of the segments of all parts, each part so many times, as the full model has them."""
+    first = 0
+    for part, repeats in zip(parts, times, strict=True):
+        places = range(len(part)) if layers is None else _unrolled(part, layers)
+        yield from [first + place for place in places] * repeats
+        first += len(part)
 
 
 def _unrolled(segments: Sequence[tuple[int | None, Segment]], layers: LayerMap) -> Iterator[int]:

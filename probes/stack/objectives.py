@@ -243,14 +243,14 @@ def _cached(inputs: LossInputs, columns: Sequence[dict[str, torch.Tensor]]) -> t
     backward each piece once more, with its own.
 
     Source: sentence-transformers 6.2 `base/losses/gradcache.py` CachedLossMixin.forward_cached, _backward_hook.
-    Not run: pieces beyond the second of a column, which repeat it.
+    Not run: pieces between the first and the last of a column, which are like the first (`forward_repeats`).
     """
     size = inputs.setup.cached_seqs
+    starts = range(0, inputs.setup.micro_batch_seqs, size)
     pieces = [
-        [{name: tensor[place : place + size] for name, tensor in column.items()} for place in range(0, 2 * size, size)]
+        [{name: tensor[start : start + size] for name, tensor in column.items()} for start in _run_of(starts)]
         for column in columns
     ]
-    pieces = [[piece for piece in column if all(len(tensor) for tensor in piece.values())] for column in pieces]
 
     def embedded(piece: dict[str, torch.Tensor]) -> torch.Tensor:
         inputs.begin_forward()
@@ -274,6 +274,22 @@ def _cached(inputs: LossInputs, columns: Sequence[dict[str, torch.Tensor]]) -> t
 
     loss.register_hook(backward)
     return loss
+
+
+def _run_of(starts: Sequence[int]) -> Sequence[int]:
+    """Of a column's pieces, those that are run: the first, and the last, which may be smaller."""
+    return (starts[0], starts[-1]) if len(starts) > 1 else starts
+
+
+def forward_repeats(setup: TrainSetup) -> tuple[int, ...]:
+    """For how many forwards of a micro-batch each one that `_cached` runs stands; () where all are run. In the second
+    pass the first column's first piece finds no gradients to add its own to: the second column's stands for the others.
+    """
+    if not setup.cached_seqs:
+        return ()
+    starts, columns = range(0, setup.micro_batch_seqs, setup.cached_seqs), setup.seqs_per_sample
+    alike, last = max(1, len(starts) - 1), (1,) * (len(_run_of(starts)) - 1)
+    return (alike, *last) * columns + (1, *last, 2 * alike - 1, *last) + (alike, *last) * (columns - 2)
 
 
 def grpo(inputs: LossInputs) -> torch.Tensor:

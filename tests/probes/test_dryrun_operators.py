@@ -1,6 +1,7 @@
 """The operators that a dry run sees: those of the full model, whatever depth was run."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from planner.hardware.gpus import find_gpu
 from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
-from planner.planning.run_speed import run_speed
+from planner.planning.run_speed import run_speed, with_run_speed
 from planner.setup import TrainSetup
 from planner.speed.operators import ISSUERS, WAIT, Program
 from probes.dryrun import DryRunReport, dry_run_report
@@ -78,6 +79,9 @@ def test_a_dry_run_says_how_fast_and_who_waits() -> None:
     assert any("host-bound" in note for note in prediction.notes)  # 512 tokens of a small model: launches, not work
     larger = report({**SETUPS["lora, checkpointing, Liger"], "micro_batch_seqs": 4}).prediction
     assert larger.tokens_per_s is not None
+    whole = TrainSetup(seq_len_tokens=512, **SETUPS["lora, checkpointing, Liger"], micro_batch_seqs=4096)
+    silent = replace(larger, step_time_s=None, tokens_per_s=None)
+    assert with_run_speed(silent, baseline.program, shallow(), GPU, whole) == silent  # it would outrun the card
     assert prediction.tokens_per_s is not None
     assert larger.tokens_per_s > 2 * prediction.tokens_per_s
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from planner.memory.states import weight_bytes
 from planner.models.families import spec_from_config
 from planner.options.objectives import OBJECTIVES
 from planner.planning.predict import predict
+from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict
+from planner.speed.operators import ISSUERS
+from planner.speed.prices import needed_flops
 from probes.dryrun import DryRunReport
 from tests.probes.dryrun_small import dried, reported
 from tests.whole import paired, some
@@ -60,6 +64,25 @@ def agreed(objective: str, changes: dict[str, Any]) -> DryRunReport:
 def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> None:
     report = agreed(objective, changes)
     assert report.depth < report.num_layers == 8  # the extra forwards repeat with the layers
+
+
+def test_a_gradient_cache_computes_all_pieces_and_one_forward_more() -> None:
+    """Two of them are run: their operators stand for those of all others, a smaller last one's for its own."""
+    setup = setup_from_dict({"objective": "embedding", "method": "full", "micro_batch_seqs": 7, "seq_len_tokens": 128})
+
+    def flops(setup: TrainSetup) -> Counter[str]:
+        program = reported(config_of(4), (8, 0), setup).program
+        assert program is not None
+        totals: Counter[str] = Counter()
+        for place in program.micro_batch:
+            for number, issuer in (divmod(call, len(ISSUERS)) for call in program.segments[place].calls):
+                totals[ISSUERS[issuer]] += needed_flops(program.operators[number])
+        return totals
+
+    whole, pieces = flops(setup), flops(setup.replace(cached_seqs=3))
+    assert pieces["no-grad"] == pytest.approx(whole["forward"], rel=0.01)  # but for the loss's own little product
+    assert pieces["recompute"] == pytest.approx(whole["recompute"] + whole["forward"], rel=0.01)
+    assert pieces["engine"] == pytest.approx(whole["engine"], rel=0.01)
 
 
 @pytest.mark.parametrize("generator", ["vllm", "vllm-sleep"])
