@@ -135,7 +135,8 @@ def _pairs(workload: Workload, setup: TrainSetup, values: Mapping[str, tuple[Any
     own_batch, rest = divmod(workload.global_batch_seqs, setup.data_degree)
     if rest:
         return ()
-    batches, least = values.get("micro_batch_seqs") or micro_batches(own_batch), setup.least_seqs(own_batch)
+    least = setup.least_seqs(own_batch)
+    batches = values.get("micro_batch_seqs") or ((own_batch,) if least == own_batch else micro_batches(own_batch))
     pairs = [(m, own_batch // m) for m in batches if own_batch % m == 0 and m >= least]
     if setup.rollout is not None and (made := setup.rollout.generation_batch_seqs):
         pairs = [pair for pair in pairs if made % (pair[0] * setup.data_degree) == 0]

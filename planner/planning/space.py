@@ -39,7 +39,7 @@ PLANNED_CHECKPOINTING = (0, 16, 8, 4, 3, 2, 1)
 """None, every n-th layer, every layer: what transformers' `every_n_layers` says (TRL, Axolotl, the plain script)."""
 FINER_CHECKPOINTING = (0, 32, 24, 16, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1)
 """The same for who asks for speed: up to 2 % of it lies between, for twice the walk."""
-PLANNED_CACHES = (32, 16, 8, 4, 2, 1)
+PLANNED_CACHES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Sequences at once under a gradient cache, which costs one more forward: taken where the whole batch does not fit."""
 PREFERENCE_FRACTION = 0.03
 """So much speed, less than the speed model can tell apart, is given for what is preferred: memory to spare by more than

@@ -374,11 +374,15 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
         old = self.objective_spec.asks_old or self.rollout_settings.old_log_probs(self.global_batch_seqs)
         return int(self.rollout_settings.reference) + int(old)
 
+    def forwards_of(self, samples: int) -> int:
+        """Forwards with gradients that a micro-batch of so many samples is cut into, each of as many sequences."""
+        pieces = -(-samples // self.cached_seqs) if self.cached_seqs else 1
+        return pieces * (self.objective_spec.forwards + self.hard_negatives)
+
     @property
     def num_forwards(self) -> int:
-        """Forwards with gradients that a micro-batch is cut into, each of as many sequences."""
-        pieces = -(-self.micro_batch_seqs // self.cached_seqs) if self.cached_seqs else 1
-        return pieces * (self.objective_spec.forwards + self.hard_negatives)
+        """Of its own micro-batch."""
+        return self.forwards_of(self.micro_batch_seqs)
 
     @property
     def live_forwards(self) -> int:

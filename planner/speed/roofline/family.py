@@ -49,10 +49,10 @@ _NOT_THE_WORKS = {
     *LAYOUT_FIELDS,
 } - {"context_degree", "expert_degree"}  # whose attention is longer than its tokens; whose host waits
 _SHARED = tuple(attribute.name for attribute in fields(TrainSetup) if attribute.name not in _NOT_THE_WORKS)
-work_key = attrgetter(*_SHARED, "extra_forwards", "num_forwards", "compiled")
+work_key = attrgetter(*_SHARED, "extra_forwards", "compiled")
 """What setups of one `Work` share: every field that is not named here, so that a new one cannot be forgotten, the
-forwards without gradients, which for completions follow from the global batch, those of a micro-batch's pieces, and
-whether the layers are compiled, which checkpointing decides too."""
+forwards without gradients, which for completions follow from the global batch, and whether the layers are compiled,
+which checkpointing decides too."""
 
 
 def family_of(speed: SpeedModel, setup: TrainSetup, work: Work | None = None) -> "Family":
@@ -75,9 +75,10 @@ class Family:
         above: of the layers, those that the backward reaches: from the first that trains on.
         trained_bytes: size of one trained parameter.
         add_s: adding one micro-batch's gradients to the sum.
-        host_s: host time to issue one micro-batch's kernels; forward_host_s: those of one forward alone; trainer_s:
-            host time after every optimizer step, the trainer's and the adapter's own work; trainer_micro_s: the
-            trainer's around every micro-batch.
+        host_s: host time to issue the kernels of one of a micro-batch's forwards with gradients, its backward, and its
+            share of those without; forward_host_s: those of one forward alone; trainer_s: host time after every
+            optimizer step, the trainer's and the adapter's own work; trainer_micro_s: the trainer's around every
+            micro-batch.
         modules: of the model's tree.
     """
 
@@ -130,7 +131,7 @@ class Family:
         return 2.0 * inputs / speed.host_rate
 
     def _count_host(self, recomputed: float) -> None:
-        """Sets the host's time of a micro-batch and of a forward alone."""
+        """Sets the host's time of a forward with its backward and of a forward alone."""
         work, setup, speed = self.work, self._setup, self.work.speed
         moved, trained, calls = work.moved, work.trained, work.unpacked.calls
         ahead, back = work.further_kernels
@@ -159,7 +160,7 @@ class Family:
         host += setup.extra_forwards * host / (2.0 + recomputed)
         if setup.selective_checkpointing:
             host += 2.0 * recomputed * forward * SELECTIVE_HOST * FORWARD_S
-        self.host_s = setup.objective_spec.forwards * host * speed.host_scale
+        self.host_s = host * speed.host_scale
 
     def busy_s(self, samples: int) -> float:
         """GPU seconds of the layers for one micro-batch."""
@@ -173,12 +174,13 @@ class Family:
         if self._setup.method == "full" or self._setup.kind.like_lora:
             return 0.0
         work = self.work
-        return work.trained.token_s * samples * work.seqs_per_sample * work.length + work.trained.micro_s
+        tokens = samples * work.seqs_per_sample * work.length
+        return work.trained.token_s * tokens + work.forwards_of(samples) * work.trained.micro_s
 
     def parts(self, samples: int) -> dict[str, float]:
         """GPU seconds of the layers for one micro-batch by part."""
         work, setup = self.work, self._setup
-        seqs, cached, layers = work.micro(samples)
+        forwards, seqs, cached, layers = work.micro(samples)
         recomputed_token, attended, offloaded, recomputed_micro, recomputed = self._recompute
         matmul = layers.forward + self.above * layers.input_gradient
         if setup.method == "full":
@@ -196,6 +198,7 @@ class Family:
         }
         if extra := setup.extra_forwards:
             parts[WITHOUT_GRADIENTS] = extra * work.forward_s(seqs, work.length)
-        if work.forwards == 1:
-            return parts
-        return {name: work.forwards * seconds for name, seconds in parts.items()}
+        if forwards > 1:
+            parts = {name: forwards * seconds for name, seconds in parts.items()}
+            parts["elementwise"] += (forwards - 1) * self.add_s
+        return parts

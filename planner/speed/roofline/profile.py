@@ -147,8 +147,8 @@ class ThroughputProfile:
 
     def _with_host(self, busy: float, samples: int, slower: float = 1.0) -> float:
         """GPU and a host so many times slower run side by side: about the larger of the two."""
-        power, host = self._family.work.power, self._family.host_s
-        host += self.encoder_host_s
+        work = self._family.work
+        power, host = work.power, work.micro(samples).forwards * self._family.host_s + self.encoder_host_s
         return float((busy**power + (slower * host) ** power) ** (1.0 / power))
 
     def flops(self, micro_batch_seqs: int, accumulation_steps: int) -> float:

@@ -33,12 +33,14 @@ class MicroBatch(NamedTuple):
     """One forward's share of a micro-batch.
 
     Attributes:
-        seqs: sequences of it.
+        forwards: with gradients, that the micro-batch is cut into.
+        seqs: sequences of each; the last piece of a gradient cache may have fewer, which is spread over all.
         cached: its tokens, less what the L2 cache saves.
         layers: seconds of its matrices.
     """
 
-    seqs: int
+    forwards: int
+    seqs: float
     cached: float
     layers: LayerMatmuls
 
@@ -49,8 +51,8 @@ class Work:
 
     Attributes:
         dtypes: data types.
-        length: tokens of a sequence that pass through the layers; forwards: with gradients, of a micro-batch.
-        seqs_per_sample: sequences for each sample of the micro-batch.
+        length: tokens of a sequence that pass through the layers.
+        forwards_of: forwards with gradients of a micro-batch of so many samples; seqs_per_sample: sequences for each.
         moved: elementwise traffic; per_byte: seconds of one of its bytes.
         alone: seconds of it in one forward, (per token, per micro-batch); elementwise: in forward and backward.
         attention, attention_flops: seconds forward and backward, and needed forward flops, per sequence.
@@ -75,7 +77,7 @@ class Work:
         "attention_flops",
         "dtypes",
         "elementwise",
-        "forwards",
+        "forwards_of",
         "further_kernels",
         "length",
         "moved",
@@ -92,8 +94,8 @@ class Work:
     def __init__(self, speed: SpeedModel, setup: TrainSetup) -> None:
         constants = speed.constants
         self.speed, self._int8, self._compiled = speed, setup.quantization == "int8", setup.compiled
-        self.length, self.forwards = setup.layer_tokens, setup.num_forwards
-        self.seqs_per_sample, self._extra = setup.objective_spec.seqs_per_sample, setup.extra_forwards
+        self.length, self.forwards_of = setup.layer_tokens, setup.forwards_of
+        self.seqs_per_sample, self._extra = setup.seqs_per_sample, setup.extra_forwards
         self._scored = (
             setup.rollout_settings.completion_tokens if setup.objective_spec.rolls_out else setup.seq_len_tokens
         )
@@ -123,13 +125,16 @@ class Work:
         """A micro-batch of so many samples."""
         micro_batch = self._micro.get(samples)
         if micro_batch is None:
-            seqs = max(1, samples * self.seqs_per_sample // self.forwards)
-            tokens = seqs * self.length
+            forwards = self.forwards_of(samples)
+            seqs = samples * self.seqs_per_sample / forwards
+            tokens = round(seqs * self.length)
             layers = self.speed.matmuls(self.dtypes.compute, self.stacked, tokens, self._int8)
-            micro_batch = self._micro[samples] = MicroBatch(seqs, tokens / self.speed.cache_gain(tokens), layers)
+            micro_batch = self._micro[samples] = MicroBatch(
+                forwards, seqs, tokens / self.speed.cache_gain(tokens), layers
+            )
         return micro_batch
 
-    def attending(self, seqs: int) -> int:
+    def attending(self, seqs: float) -> float:
         """How many times one sequence's attention so many take: packed, they are one row, of which a kernel that is not
         told where a sample ends multiplies all pairs."""
         return seqs * seqs if self._flattened else seqs
@@ -150,9 +155,9 @@ class Work:
             self._losses[loss, samples] = seconds
         return seconds
 
-    def forward_s(self, seqs: int, length: int) -> float:
+    def forward_s(self, seqs: float, length: int) -> float:
         """GPU seconds of the layers in one forward without gradients, of the base alone."""
-        tokens = seqs * length
+        tokens = round(seqs * length)
         layers = self.speed.matmuls(self.dtypes.compute, self.stacked, tokens, self._int8)
         cached = tokens / self.speed.cache_gain(tokens)
         attention = self.attention[0] * self.attending(seqs) * (length / self.length) ** 2

@@ -323,7 +323,7 @@ def _add(parts: dict[str, float], more: Mapping[str, float], times: int = 1) -> 
 
 _OPEN = ("optimizer", "micro_batch_seqs", "accumulation_steps")
 _OF_LAYERS = ("attention", "kernels", "checkpointing", "activation_offload", "selective_checkpointing", "loss")
-_loop_key = attrgetter(*[name for name in FIELDS if name not in _OPEN], "extra_forwards", "num_forwards")
+_loop_key = attrgetter(*[name for name in FIELDS if name not in _OPEN], "extra_forwards")
 _links_key = attrgetter(*[name for name in FIELDS if name not in (*_OPEN, *_OF_LAYERS)], "extra_forwards")
 
 
