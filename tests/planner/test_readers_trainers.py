@@ -388,3 +388,36 @@ def test_a_checkpoint_in_4_bits_loads_as_that(name: str, quantization: str, monk
     assert any("loads as that" in assumption for assumption in config.assumptions) == (quantization != "none")
     whole = read_text(HEAD + body.replace(", peft_config=LoraConfig(r=8)", ""), "train.py", model=model)
     assert (whole.setup.method, whole.setup.quantization) == ("full", "none")
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "over"),
+    [
+        ("TorchAoConfig(quant_type=Int8WeightOnlyConfig())", "int8", ("activations",)),
+        ("TorchAoConfig(Int8DynamicActivationInt4WeightConfig())", "nf4", None),
+        ("TorchAoConfig('int4_weight_only', group_size=128)", "nf4", None),
+        ("FineGrainedFP8Config()", "int8", ("activations",)),
+        ("FineGrainedFP8Config(dequantize=True)", "none", None),
+        ("HqqConfig(nbits=2)", "nf4", ("weights",)),
+        ("HqqConfig(nbits=8, group_size=64)", "int8", ("activations",)),
+        ("QuantoConfig(weights='float8')", "int8", ("activations",)),
+        ("GPTQConfig(bits=3, dataset='c4')", "nf4", ("weights",)),
+    ],
+)
+def test_a_base_quantized_by_another_class_is_counted_by_its_bits(
+    config: str, quantization: str, over: tuple[str, ...] | None
+) -> None:
+    body = f"model = AutoModelForCausalLM.from_pretrained('gpt2', quantization_config={config})\n"
+    body += "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=LoraConfig(r=8)).train()\n"
+    reading = read_text(HEAD + "from peft import LoraConfig\nfrom torchao.quantization import *\n" + body, "train.py")
+    assert reading.setup.quantization == quantization
+    words = [text for text in reading.approximations if "bits are counted" in text]
+    assert len(words) == (quantization != "none")
+    assert over is None or [getattr(text, "categories", None) for text in words] == [over]
+
+
+def test_bits_that_nothing_says_are_asked_for() -> None:
+    body = "model = AutoModelForCausalLM.from_pretrained('gpt2', quantization_config=TorchAoConfig(made()))\n"
+    body += "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=LoraConfig(r=8)).train()\n"
+    reading = read_text(HEAD + "from peft import LoraConfig\nfrom mine import made\n" + body, "train.py")
+    assert "to how many bits TorchAoConfig" in " ".join(gap.reason for gap in reading.missing)

@@ -173,6 +173,22 @@ def stored(settings: Settings) -> str:
     return bits or "none"
 
 
+def counted_bits(settings: Settings, bits: int, whose: str) -> str:
+    """The quantization that is nearest to another one's weights of so many bits, which is said: the bytes of a weight.
+
+    LLM.int8()'s multiplication keeps its inputs for the backward under checkpointing too; others of 8 bits, of which
+    none was measured, need not.
+
+    Args:
+        whose: the class or method that quantizes. Scales of a group of 64 or 128 weights make 4 bits 4.25 to 4.5.
+    """
+    kind, title = ("nf4", "4-bit NF4") if bits <= 4 else ("int8", "8-bit LLM.int8()")
+    counted = f"{whose}'s weights of {bits} bits are counted as {title}"
+    more = ("weights",) * (bits not in (4, 8)) + ("activations",) * (kind == "int8")
+    settings.approximate(UpperBound(counted, *more) if more else counted)
+    return kind
+
+
 def targets(settings: Settings, names: tuple[str, ...]) -> str | tuple[str, ...]:
     """A setup's targets from module names, or one pattern: "all-linear" and "attention" where they mean just that."""
     model = settings.model

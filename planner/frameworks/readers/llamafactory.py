@@ -118,13 +118,11 @@ def _method(settings: Settings) -> dict[str, Any]:
         return {"method": "full", "quantization": "none", "lora_rank": 0} | layers
     quantization = common.stored(settings)
     if settings.has("quantization_bit"):
-        bits = settings.integer("quantization_bit", 4)
-        if bits not in (4, 8):
-            settings.approximate(f"{bits}-bit weights are counted like NF4")
-        if settings.text("quantization_method", "bnb") not in ("bnb", "BNB"):
-            settings.approximate("quantization by another method than bitsandbytes is counted like it")
+        bits, method = settings.integer("quantization_bit", 4), settings.text("quantization_method", "bnb").lower()
         double = settings.flag("double_quantization", True)
         quantization = "int8" if bits == 8 else "nf4-double" if double else "nf4"
+        if bits not in (4, 8) or method != "bnb":
+            quantization = common.counted_bits(settings, bits, method)
     if kind == "oft":
         return {
             "method": "lora" if quantization == "none" else "qlora",

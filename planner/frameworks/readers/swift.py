@@ -106,13 +106,9 @@ def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
     tuner = settings.text(settings.first("sft_type", "tuner_type", "train_type"), "lora")
     if tuner not in ("lora", "full"):
         raise NotPlanned(f"{settings.name}: tuner {tuner} is not planned", hint="lora and full are")
-    bits = settings.integer(settings.first("quant_bits", "quantization_bit"), 0)
-    if bits not in (0, 4, 8) or settings.text("quant_method", "bnb") != "bnb":
-        settings.approximate(f"{settings.raw('quant_method', 'bnb')} with {bits} bits is counted as bitsandbytes'")
     if tuner == "full":
         return {"method": "full", "quantization": "none", "lora_rank": 0}
-    four = "nf4-double" if settings.flag("bnb_4bit_use_double_quant", True) else "nf4"
-    quantization = common.stored(settings) if not bits else "int8" if bits == 8 else four
+    quantization = _quantization(settings)
     names = settings.names(settings.first("target_modules", "lora_target_modules"))
     if names in ((), ("DEFAULT",), ("AUTO",)):
         names = ("q_proj", "k_proj", "v_proj") if old else ("all-linear",)
@@ -123,6 +119,19 @@ def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
     if settings.flag(ENCODER, True):
         fields["lora_targets"] = common.without_encoder(settings, fields["lora_targets"])
     return {**fields, "modules_to_save": common.modules_to_save(settings, saved)}
+
+
+def _quantization(settings: Settings) -> str:
+    """Source: ms-swift@3602360a swift/arguments/base_args/quant_args.py (of AWQ and GPTQ the checkpoint is published
+    so)."""
+    by, key = settings.text("quant_method", "bnb"), settings.first("quant_bits", "quantization_bit")
+    bits = 8 if by == "fp8" or settings.raw(key) == "float8" else settings.integer(key, 0)
+    if not bits or by in ("awq", "gptq", "gptq_v2"):
+        return common.stored(settings)
+    if by != "bnb" or bits not in (4, 8):
+        return common.counted_bits(settings, bits, by)
+    four = "nf4-double" if settings.flag("bnb_4bit_use_double_quant", True) else "nf4"
+    return "int8" if bits == 8 else four
 
 
 def _loss_apart(settings: Settings) -> bool:

@@ -431,10 +431,12 @@ def quantization(training: Training, arguments: Settings, *, unsloth: bool) -> s
     if made is None and training.loader is None and training.handed_over:
         missing["quantization"] = missing["precision"] = training.unknown_model
     if isinstance(made, CallResult) and made.name not in BASE_QUANTIZATIONS:
-        if made.name.endswith("Config") and "Mxfp4" not in made.name:
-            loader.approximate(f"{made.name} is counted as 4-bit NF4")
-            return "nf4"
-        if not made.name.endswith("Config"):
+        plainly = "Mxfp4" in made.name or plain(made.argument("dequantize")) is True
+        if made.name.endswith("Config") and not plainly:
+            if bits := bits_of(made):
+                return common.counted_bits(loader, bits, made.name)
+            missing["quantization"] = f"{made.where}: to how many bits {made.name} quantizes"
+        elif not plainly:
             missing["quantization"] = f"{made.where}: what {made.name}() returns"
         return "none"
     source = given if made is not None else loader
@@ -446,6 +448,37 @@ def quantization(training: Training, arguments: Settings, *, unsloth: bool) -> s
         return "none"
     double = True if unsloth else source.flag("bnb_4bit_use_double_quant", False)
     return "nf4-double" if double else "nf4"
+
+
+BITS = {
+    "HqqConfig": 4, "AwqConfig": 4, "HiggsConfig": 4, "AutoRoundConfig": 4, "FPQuantConfig": 4, "QuantoConfig": 8,
+    "EetqConfig": 8, "AqlmConfig": 2, "VptqConfig": 2, "BitNetQuantConfig": 2,
+}  # fmt: skip
+"""transformers' quantizing classes -> bits of a weight where nothing says them.
+
+Source: transformers 5.23 `utils/quantization_config.py`.
+"""
+_IN_NAME = re.compile(r"(?:int|float|fp)(\d+)", re.IGNORECASE)
+
+
+def bits_of(made: CallResult) -> int:
+    """Bits of a weight under a quantizing configuration, by its own words (the weights' stand behind the activations':
+    `Int8DynamicActivationInt4WeightConfig`); 0: nothing says."""
+    given = [*made.positional, *made.keywords.items()]
+    for key in ("bits", "nbits", "w_bit", "bit_width"):
+        if isinstance(bits := plain(made.argument(key, 0)), int):
+            return bits
+    words = [made.name]
+    for value in given:
+        key, value = value if isinstance(value, tuple) else ("", value)
+        if isinstance(value, CallResult) and (bits := bits_of(value)):
+            return bits
+        if isinstance(value, ImportedName) and "activation" not in key:
+            words.append(value.name)
+        elif isinstance(value, Constant) and isinstance(value.data, str) and "activation" not in key:
+            words.append(value.data)
+    named = [match for word in words for match in _IN_NAME.findall(word)]
+    return int(named[-1]) if named else BITS.get(made.name, 0)
 
 
 def pictures(training: Training, model: ModelSpec | None, name: str) -> str:
