@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_args
 
 import typer
 
@@ -34,6 +34,7 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
     typer reads a command's options from its signature."""
     classes: dict[str, type[Any]] = {}
     parameters: list[inspect.Parameter] = []
+    one_gpu: inspect.Parameter | None = None
     for parameter in inspect.signature(command).parameters.values():
         annotation = parameter.annotation
         if isinstance(annotation, type) and is_dataclass(annotation):
@@ -45,9 +46,15 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
                 for field in fields_of(annotation)
             ]
         else:
+            if parameter.name == "gpu" and get_args(annotation)[0] in (str, str | None):
+                one_gpu = parameter  # asked for as a list: of several the parser takes the last
+                default = [parameter.default] if isinstance(parameter.default, str) else parameter.default
+                parameter = parameter.replace(annotation=Annotated[list[str], get_args(annotation)[1]], default=default)
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     def run(**values: Any) -> R:
+        if one_gpu is not None and not isinstance(values["gpu"], str):
+            values["gpu"] = _one_card(values["gpu"]) if values["gpu"] else one_gpu.default
         if isinstance(values.get("gpu"), str) and "gpus" in values:  # "8xH100" is --gpu H100 --gpus 8
             from planner.hardware.gpus import card_and_count
 
@@ -62,6 +69,14 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
+
+
+def _one_card(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    from planner.hardware.gpus import find_gpus, of_one_kind
+
+    raise of_one_kind([(card.key, card.memory_bytes, num or 1) for card, num in map(find_gpus, names)])
 
 
 KINDS = {field.name: type(field.default) for of in (TrainSetup, Rollout) for field in fields_of(of)}

@@ -11,7 +11,9 @@ import csv
 import math
 import os
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import TypeVar
@@ -342,14 +344,42 @@ def card_and_count(gpu: str, gpus: int | None) -> tuple[str, int | None]:
     """(the card's name, how many of them), where the name may hold the number and `gpus` says it apart.
 
     Raises:
-        UsageError: they contradict each other.
+        UsageError: they contradict each other, or this machine's cards, of which so many are meant, are not alike.
     """
     num, card = split_count(gpu)
     if num is None:
+        if card.lower() == LOCAL and gpus is not None and gpus > 1:
+            _refuse_unlike(gpus)
         return gpu, gpus
     if gpus not in (None, num):
         raise UsageError(f"--gpu {gpu!r:.60} names {num} cards, --gpus {gpus}", hint="leave one of the two numbers out")
     return card, num
+
+
+def of_one_kind(cards: Sequence[tuple[str, int, int]], here: str = "") -> UsageError:
+    """What a job of several cards (name, bytes, how many) is answered with."""
+    names = ", ".join(f"{num} x {name}" for name, _, num in cards)
+    least, total = min(cards, key=lambda card: card[1])[0], sum(num for *_, num in cards)
+    return UsageError(
+        f"a job is planned on cards of one kind, got {names:.160}",
+        hint=f"as many of the smallest: --gpu {shlex.quote(least)} --gpus {total}{here}",
+    )
+
+
+def _refuse_unlike(num: int) -> None:
+    """The first so many of this machine's cards, or all where it has fewer, have to be of one kind.
+
+    Raises:
+        UsageError: they are not.
+    """
+    cards = []
+    with suppress(EnvironmentProblem):  # fewer than asked for, or none: said where the card itself is asked for
+        for seen in _seen_here(f"cuda:{index}" for index in range(num)):
+            if seen is None:
+                break
+            cards.append((_row_of(seen) or seen.name, seen.total_bytes, 1))
+    if len({name for name, *_ in cards}) > 1:
+        raise of_one_kind(cards, f"; or one alone: --gpu {LOCAL} without --gpus ({VISIBLE} says which)")
 
 
 def _named(text: str) -> GpuSpec:
@@ -383,6 +413,10 @@ def _named(text: str) -> GpuSpec:
         )
         error.could_be = tuple(agreeing)
         raise error
+    parts = re.split(r"\s*[+,&]\s*|\s+and\s+", text)
+    if len(parts) > 1 and all(parts):
+        with suppress(UnknownGpuError):  # of one that is no card the whole text is said
+            raise of_one_kind([(card.key, card.memory_bytes, num or 1) for card, num in map(find_gpus, parts)])
     from planner.hardware.described import FORM, MEANING
 
     shown = text if len(text) <= 60 else text[:57] + "..."
@@ -483,7 +517,7 @@ def local_gpu(device: str = "cuda:0") -> GpuSpec:
         EnvironmentProblem: no NVIDIA driver answers, or CUDA_VISIBLE_DEVICES names no GPU of this machine.
         UnknownGpuError: the driver reports a device that the table lacks.
     """
-    seen = _ask_nvml(device) or _ask_nvidia_smi(device)
+    seen = next(_seen_here([device]))
     if seen is None:
         raise EnvironmentProblem(
             "no GPU found on this machine: neither NVML nor nvidia-smi nor AMD's amdsmi answers",
@@ -553,6 +587,17 @@ def _slice(spec: GpuSpec, seen: SeenGpu) -> GpuSpec:
     )
 
 
+def _seen_here(devices: Iterable[str]) -> Iterator[SeenGpu | None]:
+    """Each device as a driver shows it; None where none answers."""
+    rows: list[list[str]] | None = None
+    for device in devices:
+        seen = _ask_nvml(device)
+        if seen is None:
+            rows = _ask_nvidia_smi() if rows is None else rows
+            seen = _shown_in(rows, device) if rows else None
+        yield seen
+
+
 def _ask_nvml(device: str) -> SeenGpu | None:
     """The device as NVML shows it, None where NVML is not installed or does not tell.
 
@@ -578,23 +623,26 @@ def _not_visible(message: str) -> EnvironmentProblem:
     )
 
 
-def _ask_nvidia_smi(device: str) -> SeenGpu | None:
-    """The device as `nvidia-smi` shows it, None where that is missing, fails or hangs, or the GPU is sliced.
-
-    Raises:
-        EnvironmentProblem: it answers, and CUDA_VISIBLE_DEVICES names no GPU of its.
-    """
+def _ask_nvidia_smi() -> list[list[str]]:
+    """A row of _SMI_FIELDS for every GPU that `nvidia-smi` shows; none where that is missing, fails or hangs."""
     import subprocess  # late: the formula path does not need it
 
     command = ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return None
+        return []
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.strip().splitlines()]
-    rows = [row for row in rows if len(row) == len(_SMI_FIELDS) and row[2].isdecimal() and row[1]]
-    if not rows:
-        return None
+    return [row for row in rows if len(row) == len(_SMI_FIELDS) and row[1]]
+
+
+def _shown_in(rows: list[list[str]], device: str) -> SeenGpu:
+    """The device in nvidia-smi's rows.
+
+    Raises:
+        EnvironmentProblem: CUDA_VISIBLE_DEVICES names no GPU of its, or it does not tell the memory of what is used:
+            a MIG slice's, a Jetson's.
+    """
     names = visible_names()
     place = device_index(device)
     if names is not None:
@@ -603,12 +651,17 @@ def _ask_nvidia_smi(device: str) -> SeenGpu | None:
         place = rows.index(next(row for row in rows if row[0] == uuids[0])) if len(uuids) == 1 else -1
         place = int(wanted) if wanted.isdecimal() else place
         if wanted.startswith("MIG-"):
-            return None
+            place = next((number for number, row in enumerate(rows) if row[4] == "Enabled"), place)
     if not 0 <= place < len(rows):
         raise _not_visible(f"{device} does not exist: nvidia-smi shows {len(rows)} GPU(s)")
     _, name, total, used, sliced = rows[place]
-    if sliced == "Enabled":
-        return None
+    if sliced == "Enabled" or not total.isdecimal():
+        what = "its MIG slices" if sliced == "Enabled" else "its memory"
+        raise EnvironmentProblem(
+            f"nvidia-smi shows this machine's {name!r}, and nothing of {what}: NVML would tell",
+            hint="install nvidia-ml-py, or name what is used: "
+            + (f'--gpu "{name} MIG 1g.10gb"' if sliced == "Enabled" else "`plan gpus` lists all"),
+        )
     return SeenGpu(name=name, total_bytes=int(total) * MIB, used_bytes=int(used) * MIB if used.isdecimal() else 0)
 
 

@@ -42,6 +42,7 @@ def test_nothing_fits_exits_with_one(capsys: pytest.CaptureFixture[str]) -> None
 
 SPREAD = [
     (["--gpus", "0"], "positive"),
+    (["--gpu", "2xrtx-3060"], "--gpu rtx-3060 --gpus 3"),
     (["--gpus", "5000"], "positive"),
     (["--nodes", "2"], "--gpus 2"),
     (["--interconnect", "pcie"], "--gpus 2"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import planner.hardware.gpus as gpus
-from planner.core.errors import EnvironmentProblem, UnknownGpuError
+from planner.core.errors import EnvironmentProblem, UnknownGpuError, UsageError
 from planner.core.units import GIB, MIB
 from planner.hardware.cluster import links
 from planner.hardware.prices import all_prices, cluster_offer, keys_on_demand, price_per_hour
@@ -385,6 +385,36 @@ def test_local_gpu_plans_a_mig_slice_as_one(monkeypatch: pytest.MonkeyPatch, vis
     assert spec.memory_bandwidth_bytes_per_s == pytest.approx(full.memory_bandwidth_bytes_per_s * 9984 / 81559)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-large")
     assert gpus.local_gpu().sm_count == 60
+
+
+@pytest.mark.parametrize("driver", ["nvml", "nvidia-smi"])
+def test_cards_of_this_machine_that_are_not_alike_are_no_job(monkeypatch: pytest.MonkeyPatch, driver: str) -> None:
+    """Before: the second was taken for a copy of the first."""
+    cards = [Card(f"NVIDIA GeForce RTX {name}", f"GPU-{name}", mib) for name, mib in (("3090", 24576), ("3060", 12288))]
+    on_machine(monkeypatch, *cards, cards[1])
+    if driver != "nvml":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        shown = "".join(f"{card.uuid}, {card.name}, {card.total_mib}, 0, [N/A]\n" for card in (*cards, cards[1]))
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=shown))
+    with pytest.raises(UsageError, match="one kind, got 1 x rtx-3090, 1 x rtx-3060") as error:
+        gpus.card_and_count("local", 2)
+    assert "--gpu rtx-3060 --gpus 2" in error.value.hint
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert gpus.card_and_count("local", 4) == ("local", 4)  # alike, and fewer than asked for
+    with pytest.raises(UsageError, match="one kind"):
+        gpus.find_gpu("RTX 3090 + RTX 3060")
+
+
+@pytest.mark.usefixtures("no_nvml")
+@pytest.mark.parametrize(
+    "shown", ["GPU-a, NVIDIA A100-SXM4-80GB, 81920, 4, Enabled\n", "GPU-a, Orin (nvgpu), [N/A], [N/A], [N/A]\n"]
+)
+def test_what_nvidia_smi_leaves_out_is_said(monkeypatch: pytest.MonkeyPatch, shown: str) -> None:
+    """Before: "no GPU found", though one was shown."""
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=shown))
+    with pytest.raises(EnvironmentProblem, match="nothing of its") as error:
+        gpus.local_gpu()
+    assert "nvidia-ml-py" in error.value.hint
 
 
 def test_local_gpu_leaves_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
