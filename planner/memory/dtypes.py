@@ -55,7 +55,8 @@ def dtype_policy_of(setup: TrainSetup) -> DtypePolicy:
     """The data types of a setup.
 
     With `kbit_fp32_cast`, peft casts embeddings, norms and head to fp32, so the residual stream is fp32. Under
-    autocast with 16-bit weights the residual stream keeps the weights' type; with fp32 weights it is fp32.
+    autocast with 16-bit weights the residual stream keeps the weights' type; with fp32 weights, or those of the other
+    16-bit type, it is fp32.
 
     Source: peft 0.21 `prepare_model_for_kbit_training`; PyTorch autocast op lists; transformers 5.23 modeling code.
     """
@@ -64,7 +65,7 @@ def dtype_policy_of(setup: TrainSetup) -> DtypePolicy:
     return DtypePolicy(
         table=table,
         stacks="fp32" if setup.wide_stacks else table,
-        residual=table,
+        residual=promote(table, setup.autocast_dtype or table),
         compute=setup.compute_dtype,
         autocast=setup.autocast_dtype,
         adapter=setup.resolved_adapter_dtype,

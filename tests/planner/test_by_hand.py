@@ -324,6 +324,15 @@ def test_int8_layers_pay_for_that_traffic() -> None:
     assert int8.input_gradient == plain.input_gradient
 
 
+def test_two_16_bit_types_make_an_fp32_residual_stream() -> None:
+    """fp16 embeddings + a bf16 result of autocast's matrices: PyTorch promotes the sum."""
+    policies = {name: dtype_policy_of(TrainSetup(precision=name)) for name in ("bf16-autocast", "fp16-bf16-autocast")}
+    assert {name: policy.residual for name, policy in policies.items()} == {
+        "bf16-autocast": "bf16",
+        "fp16-bf16-autocast": "fp32",
+    }
+
+
 def test_clipping_reads_twice_and_writes_once() -> None:
     with_clip, without = speed(), speed(replace(CURRENT, gradient_clipping=False))
     bandwidth = A100.memory_bandwidth_bytes_per_s * with_clip.constants.optimizer_share

@@ -43,6 +43,7 @@ def read(before: str = "", after: str = "", more: str = "", train: str = TRAIN) 
 FIELDS = {
     "cast in place": ("", "model.to(torch.float32)\n", "", "precision", "bf16-mixed"),
     "cast on the way": ("", 'model = model.to("cuda", dtype=torch.float32)\n', "", "precision", "bf16-mixed"),
+    "another half": ("", "model.half()\n", "", "precision", "fp16-bf16-autocast"),
     "moved alone": ("", 'model.to("cuda")\n', "", "precision", "bf16-autocast"),
     "compiled": ("", "model = torch.compile(model)\n", "", "compile", True),
     "32-bit states": ("", "", ", optimizers=(bnb.optim.AdamW([]), None)", "optimizer", "adamw-32bit"),

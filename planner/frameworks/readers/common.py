@@ -74,7 +74,7 @@ DTYPES = {
 }  # fmt: skip
 
 FOUR_BIT = ("nf4", "nf4-double")
-PRECISIONS = {(row.weights, row.autocast): name for name, row in PRECISION_ROWS.items() if row.offered}
+PRECISIONS = {(row.weights, row.autocast): name for name, row in PRECISION_ROWS.items() if row.autocast or row.offered}
 """(data type of the weights, of autocast) -> precision."""
 
 SIZES = {
@@ -154,9 +154,7 @@ def precision(settings: Settings, weights: str, autocast: str | None, method: st
         return PRECISIONS[(weights, autocast)]
     if autocast is not None and weights in ("bf16", "fp16"):
         settings.assume(f"{weights} weights under {autocast} autocast are counted as {autocast}-autocast")
-        if autocast == "fp16" and method == "full":
-            return "fp16-mixed"
-        return f"{autocast}-autocast"
+        return "fp16-mixed" if method == "full" else "fp16-autocast"
     if method != "full":
         return precision_of(weights, autocast)
     settings.assume("fp16 weights without autocast are counted like bf16 ones (the same bytes)")

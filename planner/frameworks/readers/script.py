@@ -35,7 +35,7 @@ from planner.options.adapters import Adapter
 from planner.options.objectives import OBJECTIVES, Objective
 
 FORMAT = "hf-script"
-HALVES = ("bf16-pure", "bf16-autocast", "fp16-pure")
+HALVES = ("bf16-pure", "bf16-autocast", "fp16-pure", "fp16-bf16-autocast")
 UNSLOTH = "unsloth-script"
 UNSLOTH_WHOLE = "embed_tokens"
 OF_PAIRS = ("max_length", "max_prompt_length", "precompute_ref_log_probs")
