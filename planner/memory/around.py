@@ -74,20 +74,6 @@ def occasions(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[Occasi
     return tuple(events)
 
 
-def loading_host_bytes(model: ModelSpec, setup: TrainSetup, num_processes: int) -> int:
-    """The host's memory of a node while its processes load a model of 16 or 32 bits; 0 where each reads a tensor at a
-    time onto its GPU.
-
-    Sharded, the first process of a node alone reads values (transformers 5.23 `_load_pretrained_model`: FSDP's other
-    ranks and ZeRO-3's keep meta tensors; Accelerate's `fsdp_cpu_ram_efficient_loading` is on by itself); else each has
-    the whole model on the host before the trainer moves it.
-    """
-    if setup.quantization != "none" or setup.parallel == "device-map" or setup.sharded_at_loading:
-        return 0
-    whole = SIZE_BYTES[setup.weight_dtype] * model.num_params
-    return whole if setup.parallel in ("fsdp2", "zero3") else whole * num_processes
-
-
 def evaluation_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: int, *, logits: bool = False) -> int:
     """Device peak of evaluating `seqs` sequences at once between two training steps, at most.
 

@@ -96,16 +96,20 @@ def streamed_stacks(model: ModelSpec, setup: TrainSetup) -> list[int]:
     return sorted(each, reverse=True)
 
 
-def pinned_bytes(model: ModelSpec, setup: TrainSetup) -> int:
-    """Bytes of the host's memory that streamed stacks take: codes and scales of each are pinned by themselves, and
-    PyTorch rounds what it pins up to a power of two.
+def pinned(size_bytes: int) -> int:
+    """Bytes of the host's memory that one pinned tensor takes: PyTorch rounds up to a power of two.
 
-    Source: PyTorch 2.13 `CachingHostAllocator.h`.
+    Source: PyTorch 2.13 `CachingHostAllocator.h` allocate (pinned_max_round_threshold: none).
     """
+    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
+
+
+def pinned_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of the host's memory that streamed stacks take: codes and scales of each are pinned by themselves."""
     counts = model.layer_counts
     stacks = [linear for layer, num in counts for linear in layer.linears if linear.is_stack for _ in range(num)]
     sizes = [size for stack in stacks for size in (stack.num_weights // 2, 4 * -(-stack.num_weights // NF4_BLOCK))]
-    return sum(1 << (size - 1).bit_length() for size in sizes) if streamed_stacks(model, setup) else 0
+    return sum(map(pinned, sizes)) if streamed_stacks(model, setup) else 0
 
 
 _OF_WEIGHTS = attrgetter("quantization", "weight_dtype", "kbit_fp32_cast", "quantize_experts", "wide_stacks")

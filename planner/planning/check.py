@@ -17,6 +17,7 @@ from planner.hardware.cluster import GPUS_PER_NODE
 from planner.hardware.gpu import GpuSpec
 from planner.memory import around
 from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.engines.host import loading_host_bytes
 from planner.memory.states import state_bytes
 from planner.models.spec import ModelSpec
 from planner.models.stored import stored_method
@@ -216,11 +217,11 @@ def loaded_ahead_bytes(config: ReadConfig, model: ModelSpec) -> int:
 def _loading_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwards: int) -> tuple[str, ...]:
     notes, setup = [], config.setup
     on_node = min(setup.num_gpus, GPUS_PER_NODE)
-    if setup.num_gpus > 1 and (loading := around.loading_host_bytes(model, setup, on_node)):
-        first_alone = loading == around.loading_host_bytes(model, setup, 1)
-        who = "its first process" if first_alone else f"each of its {on_node} processes"
-        notes.append(f"while it loads {who} has the whole model in the host's memory: {gib(loading)} of a node's")
-        if first_alone and setup.method == "full":
+    if setup.num_gpus > 1:
+        if loading := loading_host_bytes(model, setup, on_node):
+            copies = f"each of its {on_node} processes has a copy of the model in fp32"
+            notes.append(f"while it loads {copies} in the host's memory: {gib(loading)} of a node's")
+        if setup.parallel in ("fsdp2", "zero3") and setup.method == "full" and not setup.sharded_at_loading:
             dtype = "bf16" if setup.parallel == "zero3" else setup.weight_dtype
             size = gib(SIZE_BYTES[dtype] * model.num_params)
             notes.append(f"saved as one state dict it is gathered there again: {size} in {dtype}")

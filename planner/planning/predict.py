@@ -15,7 +15,7 @@ from planner.memory.attention_kernels import (
 )
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.model import memory_of
-from planner.memory.states import linear_bytes, paged_bytes, pinned_bytes, streamed_stacks
+from planner.memory.states import linear_bytes, paged_bytes, pinned_bytes, streamed_stacks, weight_bytes
 from planner.memory.trained import trained_parameters
 from planner.models.earlier import with_one_kernel_gelu
 from planner.models.spec import ModelSpec
@@ -78,7 +78,14 @@ def predict(
         from planner.memory.engines.host import host_bytes_per_node  # one GPU never needs it
 
         host = host_bytes_per_node(model, setup, cluster_of(gpu, setup, cluster).num_nodes)
-        notes.append(risk(f"{gib(host)} of states lie in the host's memory of every node, and must find room there"))
+        notes.append(risk(f"{gib(host)} lie in the host's memory of every node, and must find room there"))
+    if setup.quantized and setup.parallel in ("fsdp2", "zero3") and not setup.transformers_version.startswith("4."):
+        whole = sum(weight_bytes(model, setup).values())
+        if whole > gpu.memory_bytes:  # 5.23 `quantizer_bnb_4bit.py` update_device_map; 4.57 `modeling_utils.py`
+            words = (
+                f"transformers 5 makes the 4-bit model whole on every GPU before it is cut ({gib(whole)}), and cannot"
+            )
+            notes.append(risk(f"{words}; 4.57 moves each matrix to the host as it is made"))
     prediction = Prediction(
         level=Fidelity.PROFILE if memory.profiled else Fidelity.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,

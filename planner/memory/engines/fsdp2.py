@@ -1,5 +1,6 @@
 """FSDP2 as Accelerate sets it up: what a rank holds."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import final
 
@@ -24,13 +25,14 @@ from planner.memory.states import (
     gradient_allocation,
     halves_stay_apart,
     part_trained,
+    pinned,
     rank_state,
     state_bytes,
     weight_allocation,
     weight_bytes,
 )
 from planner.memory.trained import Trained
-from planner.models.spec import ModelSpec
+from planner.models.spec import LinearSpec, ModelSpec
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
@@ -98,7 +100,7 @@ class Fsdp2(Engine):
             reference_forward_bytes=reference_forward,
             arriving_bytes=arriving,
             holes_bytes=_holes(setup, groups),
-            host_bytes=sum(weight.size_bytes for weight in weights) + local.size_bytes if on_host else 0,
+            host_bytes=_host_bytes(model, setup, weights, local) if on_host else 0,
         )
 
     def _expert_parallel_state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
@@ -432,3 +434,40 @@ def _weights(model: ModelSpec, setup: TrainSetup, groups: Groups, local: Trained
         weight_allocation(name, -(-loaded // shards)),
         Allocation(category="adapters", name=f"LoRA matrices / {shards}", size_bytes=local.size_bytes),
     ]
+
+
+def _host_bytes(model: ModelSpec, setup: TrainSetup, weights: list[Allocation], local: Trained) -> int:
+    """One rank's weights and gradients in the host's pinned memory.
+
+    FSDP2 pins the shard of every tensor and its gradient; FSDP1 those of flat groups (each block, and the rest), and a
+    gradient beside each, frozen or not.
+
+    Source: PyTorch 2.13 `_fsdp_param.py` _init_sharded_param, `_fsdp_collectives.py` foreach_reduce; `_flat_param.py`
+    init_flat_param_attributes (_cpu_grad).
+    Not counted: rounding of norms, biases and adapters.
+    """
+    dtype = local.dtype if setup.method == "full" else setup.weight_dtype
+    blocks = [(_matrices(layer.linears, setup, dtype), num) for layer, num in model.layer_counts]
+    tables = [(1, table.num_params * SIZE_BYTES[dtype]) for table in model.embeddings]
+    tables += _matrices((*model.outer_linears, *([] if model.tied or not model.head else [model.head])), setup, dtype)
+    if setup.fsdp_version == 1:
+        blocks = [([(1, sum(num * size for num, size in matrices))], num) for matrices, num in blocks]
+        tables = [(1, sum(num * size for num, size in tables))]
+    held = sum(weight.size_bytes for weight in weights)
+    for matrices, repeats in (*blocks, (tables, 1)):
+        for num, size in matrices:
+            shard = -(-size // setup.shards)
+            held += repeats * num * (pinned(shard) - shard)
+    return 2 * held if setup.fsdp_version == 1 or setup.method == "full" else held + local.size_bytes
+
+
+def _matrices(linears: Iterable[LinearSpec], setup: TrainSetup, dtype: str) -> list[tuple[int, int]]:
+    """(how many, bytes of each) of the tensors that hold these matrices; a 4-bit one's packed codes."""
+    sizes = []
+    for linear in linears:
+        num = 1 if linear.is_stack else linear.num
+        size = SIZE_BYTES[dtype] * linear.in_features * linear.out_features * (linear.num if linear.is_stack else 1)
+        if setup.quantized and linear.quantizes:
+            size = -(-linear.in_features * linear.out_features // 2)
+        sizes.append((num, size))
+    return sizes

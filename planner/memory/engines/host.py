@@ -4,7 +4,9 @@ from functools import lru_cache
 from math import ceil
 
 from planner.core.units import GIB
+from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines import engine_of
+from planner.memory.engines.fsdp2 import sharded_dtype
 from planner.memory.rank_part import rank_parts
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
@@ -18,14 +20,43 @@ November 2026); AWS p4de and GCP a2-ultragpu-8g have less (1.15, 1.36 TB). An as
 
 @lru_cache(maxsize=256)
 def host_bytes_per_node(model: ModelSpec, setup: TrainSetup, num_nodes: int) -> int:
-    """Bytes of states that lie in the memory of every node's host; pinned buffers and the loader are not counted."""
+    """Bytes that offloading takes of every node's host: of states, or of loading where that is more (each process's own
+    copy, and the shards that are made of them).
+
+    Not counted: the processes themselves, page cache, DeepSpeed's rounding of what it pins.
+    Measured: Llama-2-70B, QLoRA, FSDP1 on 2 GPUs 88 of a published 107 GB (huggingface/peft docs/source/accelerate/
+    fsdp.md), Llama-3-70B on 4 GPUs 93 of 127 GB (philschmid.de/fsdp-qlora-llama3): 8 to 9 GB a process are left.
+    """
     if setup.offload == "none":
         return 0
-    total = 0
+    total = weights = 0
     for part in rank_parts(model, setup):
         state = engine_of(setup).state(part, setup, accumulated=setup.adds_gradients)
         total += part.num_ranks * (state.host_bytes + state.host_state_bytes(setup.optimizer))
-    return -(-total // num_nodes)
+    loading = loading_host_bytes(model, setup, -(-setup.num_gpus // num_nodes))
+    if loading and setup.offload == "parameters":
+        weights = SIZE_BYTES["fp32"] * model.num_params
+    return max(-(-total // num_nodes), loading + weights // num_nodes)
+
+
+def loading_host_bytes(model: ModelSpec, setup: TrainSetup, num_processes: int) -> int:
+    """The host's memory that the processes of a node fill with copies of a model of 16 bits while they load it.
+
+    What is read in the type of its file stays that file's pages, which all processes share; what is cast to fp32 is a
+    copy of its own in each of them: transformers reads every value in every process of FSDP too, and Accelerate widens
+    what trains under mixed precision before it cuts it. 4 bits are made on the GPU; ZeRO-3 gathers tensor by tensor.
+
+    Source: transformers 5.23 `_load_pretrained_model`, `core_model_loading.py` _materialize_copy (huggingface/
+    transformers issue 43749); accelerate 1.15 `fsdp2_prepare_model` (original_sd).
+    Measured: two processes under ACCELERATE_USE_FSDP and FSDP_CPU_RAM_EFFICIENT_LOADING, 30 November 2026: RssAnon of
+    both grows by 1.00 of the model in fp32, by 0.01 read in its file's bf16.
+    """
+    if setup.quantized or setup.parallel in ("none", "device-map", "zero3") or setup.sharded_at_loading:
+        return 0
+    if setup.stack == "torchtitan":  # its model is made on meta, its checkpoint read in shards
+        return 0
+    widened = setup.parallel == "fsdp2" and setup.method == "full" and sharded_dtype(setup) == "fp32"
+    return SIZE_BYTES["fp32"] * model.num_params * num_processes if widened or setup.weight_dtype == "fp32" else 0
 
 
 HOST_SHARE = 0.9
@@ -43,12 +74,3 @@ def assumed_host_bytes(workload: Workload) -> int:
         return int(HOST_SHARE * workload.host_bytes)
     per_node = workload.cluster.gpus_per_node if workload.cluster is not None else 1
     return min(HOST_MEMORY_RATIO * per_node * workload.gpu.memory_bytes, int(HOST_SHARE * HOST_MEMORY_MOST_BYTES))
-
-
-def host_bytes(model: ModelSpec, setup: TrainSetup) -> int:
-    """Host memory of one rank's offloaded weights, masters, gradients and states, the largest rank's; 0 without."""
-    if setup.offload == "none":
-        return 0
-    engine = engine_of(setup)
-    states = [engine.state(part, setup, accumulated=False) for part in rank_parts(model, setup)]
-    return max(state.host_bytes + state.host_state_bytes(setup.optimizer) for state in states)
