@@ -14,6 +14,7 @@ from planner.memory.dtypes import dtype_policy_of
 from planner.memory.engines import why_not
 from planner.memory.workload import Workload
 from planner.memory.workspace import cublas_workspace_bytes
+from planner.models.encoders import encoder_of
 from planner.models.spec import ModelSpec
 from planner.planning.expressed import variants_as_run
 from planner.planning.peaks import Family, Peaks, Rank, SharedLayers, distinct_parts
@@ -234,6 +235,7 @@ def same_kernels(
     """The attention implementations that can exist here, by the kernels that they run in every layer."""
     groups: dict[tuple[str, ...], list[str]] = {}
     dtype = dtype_policy_of(branch).attention_input
+    windows = branch.images is not None and encoder_of(model, branch.images).window_patches
     for attention in attentions:
         try:
             attended = branch.replace(attention=attention)
@@ -243,7 +245,9 @@ def same_kernels(
             attention_kernel(model, attended, gpu, layer.attention, dtype) if layer.attention else "none"
             for layer in model.layer_kinds
         )
-        alike = groups.setdefault((*kernels, *[attention] * (attention == XFORMERS)), [])  # SDPA's kernel has a mask
+        # SDPA's kernel has a mask where xformers has none, and takes an encoder's windows one after another
+        apart = attention == XFORMERS or (windows and attention == "flash-attention-2")
+        alike = groups.setdefault((*kernels, *[attention] * bool(apart)), [])
         if not (alike and takes_cudnn(gpu, alike[0])):  # the same bytes at a lower rate are not walked
             alike.append(attention)
     return groups

@@ -73,6 +73,18 @@ class Operator(NamedTuple):
     numbers: tuple[float, ...] = ()
     listed: int = 0
 
+    def of_one_row(self) -> "Operator":
+        """The same of the first row of the first dimension alone."""
+        rows = self.inputs[0].shape[0]
+        inputs, outputs = (
+            tuple(
+                layout._replace(shape=(1, *layout.shape[1:])) if layout.shape[:1] == (rows,) else layout
+                for layout in layouts
+            )
+            for layouts in (self.inputs, self.outputs)
+        )
+        return self._replace(inputs=inputs, outputs=outputs)
+
 
 TRAINER = "trainer."
 """Before the names of what is no operator either: what a trainer's Python does with its model, whose only number is how

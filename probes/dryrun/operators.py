@@ -13,6 +13,7 @@ import torch
 from planner.speed.operators import ISSUERS, Layout, Operator, Program, Segment
 from probes.dryrun.fastmeta import Remembered
 from probes.dryrun.layer_map import LayerMap
+from probes.stack.images import SEPARATE
 from probes.stack.kernels import listening
 
 MODULE, FORWARD, NO_GRAD, ENGINE, RECOMPUTE = range(len(ISSUERS))
@@ -56,6 +57,7 @@ class OperatorLog:
         self.modules: dict[int | None, int] = {}
         self._known: dict[Any, int] = {}
         self._views: dict[int, int] = {}
+        self._repeated: dict[int, int] = {}
 
     def mark(self, phase: str, layer: int | None) -> None:
         self.marks.append((len(self.calls), phase, layer))
@@ -73,7 +75,13 @@ class OperatorLog:
                 self.operators.append(Operator(name))
             else:
                 number = self._number(_operator(name, args, kwargs, out))
-        self.calls.append(number * 5 + _ISSUERS[_in_engine() == -1, _records()])
+        call = number * 5 + _ISSUERS[_in_engine() == -1, _records()]
+        self.calls.append(call)
+        if number in self._repeated:  # with the tensors that a checkpoint hands over to it
+            begin = len(self.calls) - 1
+            while begin and self.operators[self.calls[begin - 1] // 5].name == "aten.detach.default":
+                begin -= 1
+            self.calls += self.calls[begin:] * (self._repeated[number] - 1)
 
     def _number(self, made: Operator, key: Any = None) -> int:
         """That of an operator, which is new where its `key` (else itself) is not known."""
@@ -81,6 +89,9 @@ class OperatorLog:
         number = self._known.get(key)
         if number is None:
             number = self._known[key] = len(self.operators)
+            if made.inputs and made.name.startswith("aten._scaled_dot_product") and made.inputs[0].shape in SEPARATE:
+                self._repeated[number] = made.inputs[0].shape[0]
+                made = made.of_one_row()
             self.operators.append(made)
         return number
 

@@ -2,6 +2,7 @@
 it, and the formula agrees with the dry run."""
 
 import copy
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from planner.models.spec import ModelSpec
 from planner.options.images import Images
 from planner.planning.peaks import Family, Rank, SharedLayers, distinct_parts
 from planner.setup import TrainSetup
+from planner.speed.operators import ISSUERS
 from probes.stack.build import bare_model
 from probes.stack.configs import load_config
 from tests.planner.helpers import loaded
@@ -161,6 +163,24 @@ def test_formula_and_dry_run_agree_on_pictures(name: str, method: str) -> None:
     model = model_of(name, config)
     setup = setup_of(model, METHODS[method], (2, 512, 1, 1))
     agreeing(model, CARD, setup, TOLERANCE, reported(config, (9, 0), setup).prediction)
+
+
+def test_windows_attend_by_themselves_and_flash_attention_takes_them_in_one_call() -> None:
+    """Qwen2.5-VL, two pictures of 36 x 36 patches: each has 16 windows of 8 x 8, 8 that are cut to 8 x 4, one of 4 x 4,
+    in three of the four layers."""
+    config, forward = shallow(QWEN2), ISSUERS.index("forward")
+    setup = setup_of(model_of(QWEN2, config), METHODS["lora"], (2, 512, 1, 1))
+    calls = Counter[tuple[int, int]]()
+    for each in (setup, setup.replace(attention="flash-attention-2")):
+        program = reported(config, (9, 0), each).program
+        assert program is not None
+        for call in (call for place in program.micro_batch for call in program.segments[place].calls):
+            operator, issuer = program.operators[call // len(ISSUERS)], call % len(ISSUERS)
+            if issuer == forward and operator.name.startswith("aten._scaled_dot_product"):
+                seqs, _, rows, _ = operator.inputs[0].shape
+                calls[seqs, rows] += 1
+    whole = {(1, 36 * 36): 2 * 2, (1, setup.seq_len_tokens): 2 * 4}
+    assert calls == {(1, 64): 96, (1, 32): 48, (1, 16): 6, (32, 64): 3, (16, 32): 3, (2, 16): 3, **whole}
 
 
 def test_every_gpu_of_a_job_sees_its_own_pictures() -> None:

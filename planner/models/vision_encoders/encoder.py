@@ -1,7 +1,7 @@
 """An encoder that makes tokens of pictures, as a model of its own with what stands between it and the text."""
 
 from dataclasses import replace
-from math import prod
+from math import isqrt, prod
 
 from planner.core.records import dataclass
 from planner.models.families.parts import linear, plain
@@ -70,6 +70,12 @@ class Encoder:
     looked_at: bool = False
     checkpoints: bool = True
     convolves: bool = False
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of a frame in the layers of kind "vision-window"."""
+        side = isqrt(self.window_patches)
+        return -(-self.grid[0] // side) * -(-self.grid[1] // side)
 
     @property
     def input_bytes(self) -> int:

@@ -12,6 +12,8 @@ from planner.models.spec import ModelSpec
 from planner.models.targets import lora_linears
 from planner.models.vision_encoders.mobilenet import FLOPS, PICTURE_BYTES
 from planner.setup import TrainSetup
+from planner.speed.host import BEYOND_S, HOOK_S, LAUNCH_S
+from planner.speed.operators import ISSUERS
 from planner.speed.roofline.family import Family, family_of
 from planner.speed.roofline.model import SpeedModel
 from planner.speed.roofline.rented import BACKWARD_S, FORWARD_S
@@ -38,6 +40,7 @@ class EncoderTime(NamedTuple):
         name: of the part of a step.
         gradients: whether the backward reaches them; adapts: whether anything of them trains.
         fixed_s: seconds of the GPU for each sample, and of the host for each micro-batch, that no layer takes.
+        windows_s: host seconds for each sample, of windows that attend one after another.
     """
 
     name: str
@@ -46,6 +49,7 @@ class EncoderTime(NamedTuple):
     gradients: bool
     adapts: bool
     fixed_s: tuple[float, float] = (0.0, 0.0)
+    windows_s: float = 0.0
 
     def seconds(self, samples: int) -> float:
         """GPU seconds of one micro-batch."""
@@ -60,11 +64,10 @@ class EncoderTime(NamedTuple):
             total += parts["attention"] * layer.both_ways
         return total
 
-    @property
-    def host_s(self) -> float:
+    def host_s(self, samples: int) -> float:
         """Host seconds to issue one micro-batch's kernels."""
         each = (layer.family.host_s if self.gradients else layer.family.forward_host_s for layer in self.layers)
-        return self.fixed_s[1] + sum(each)
+        return self.fixed_s[1] + samples * self.windows_s + sum(each)
 
     def flops(self, samples: int, *, full: bool) -> float:
         """Floating-point operations that the clips of one micro-batch need; those of pictures are not counted."""
@@ -96,22 +99,40 @@ def pictures(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
     assert setup.images is not None
     encoder, adapted = encoder_of(speed.model, setup.images), encoder_adapted(speed.model, setup)
     tower_setup, images = encoder_setup(setup, encoder), setup.images.num * encoder.frames
+    gradients, windows_s = asks_gradients(encoder, setup, adapted), 0.0
     layers = []
     for kind, num in () if encoder.convolves else encoder.model.layer_counts:
         length = min(encoder.window_patches if kind.kind == "vision-window" else encoder.patches, encoder.patches)
         part = replace(encoder.model, layer_kinds=(kind,), layer_order=(0,) * num)
         family = _family(speed, part, tower_setup.replace_trusted(seq_len_tokens=length))
         layers.append(Layers(family, length, images * -(-encoder.patches // length), both_ways=True))
+        if kind.kind == "vision-window" and setup.attention != "flash-attention-2":
+            calls = images * num * (encoder.num_windows - 1)
+            windows_s = calls * _window_s(tower_setup, gradients=gradients) * speed.host_scale
     note = (
         "No run with pictures has been compared: the tower's time is counted from the constants of the text's "
         "layers, without its projector; reading and resizing pictures on the host is not counted."
     )
     fixed_s = _convolutions(speed, setup, images) if encoder.convolves else (0.0, 0.0)
-    return EncoderTime("tower", note, tuple(layers), asks_gradients(encoder, setup, adapted), bool(adapted), fixed_s)
+    return EncoderTime("tower", note, tuple(layers), gradients, bool(adapted), fixed_s, windows_s)
 
 
 def _family(speed: SpeedModel, model: ModelSpec, setup: TrainSetup) -> Family:
     return family_of(SpeedModel(model, speed.gpu, speed.calibration, speed.conditions), setup)
+
+
+SAVED = 8
+"""Tensors that SDPA's kernels keep for a backward. Counted in dry runs."""
+
+
+def _window_s(setup: TrainSetup, *, gradients: bool) -> float:
+    """Host seconds of one window's call of SDPA, with its backward."""
+    forward, backward = (BEYOND_S[f"aten._scaled_dot_product_flash_attention{way}"] for way in ("", "_backward"))
+    if not gradients:
+        return LAUNCH_S[ISSUERS.index("no-grad")] + forward
+    checkpointed = bool(setup.checkpointing)
+    handed = LAUNCH_S[ISSUERS.index("engine")] + backward + checkpointed * SAVED * HOOK_S
+    return (1 + checkpointed) * (LAUNCH_S[ISSUERS.index("forward")] + forward) + handed
 
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 2600, 4900

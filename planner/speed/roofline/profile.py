@@ -88,10 +88,9 @@ class ThroughputProfile:
         """What the layers of this profile cost."""
         return self._family
 
-    @property
-    def encoder_host_s(self) -> float:
+    def encoder_host_s(self, samples: int) -> float:
         """Host seconds to issue the kernels of a micro-batch's pictures or sound."""
-        return self._encoder.host_s if self._encoder is not None else 0.0
+        return self._encoder.host_s(samples) if self._encoder is not None else 0.0
 
     def micro_parts(self, micro_batch_seqs: int) -> dict[str, float]:
         """GPU seconds of one micro-batch by part, the loss included; host and trainer are not."""
@@ -148,7 +147,7 @@ class ThroughputProfile:
     def _with_host(self, busy: float, samples: int, slower: float = 1.0) -> float:
         """GPU and a host so many times slower run side by side: about the larger of the two."""
         work = self._family.work
-        power, host = work.power, work.micro(samples).forwards * self._family.host_s + self.encoder_host_s
+        power, host = work.power, work.micro(samples).forwards * self._family.host_s + self.encoder_host_s(samples)
         return float((busy**power + (slower * host) ** power) ** (1.0 / power))
 
     def flops(self, micro_batch_seqs: int, accumulation_steps: int) -> float:

@@ -56,7 +56,7 @@ class Rank:
         )
         self._speed = self.profile.speed
         self.traffic: Traffic = traffic_of(part, setup, conditions)
-        host = self.profile.family.host_s + self.profile.encoder_host_s
+        host = self.profile.family.host_s
         if setup.parallel == "dp":  # one process: Python issues the kernels of all GPUs, one after another
             host *= setup.num_gpus
         if setup.parallel in ("zero3", "fsdp2"):
@@ -103,7 +103,8 @@ class Rank:
         busy_parts = {name: longer * seconds for name, seconds in busy_parts.items()}
         busy = sum(busy_parts.values())
         power = self.profile.family.work.power
-        wall = float((busy**power + (longer * self._host_s) ** power) ** (1.0 / power))
+        host = self._host_s + self.profile.encoder_host_s(seqs)
+        wall = float((busy**power + (longer * host) ** power) ** (1.0 / power))
         without_gradients = busy_parts.get(WITHOUT_GRADIENTS, 0.0)
         forward = (busy - without_gradients - busy_parts["recompute"]) * (
             1 / 3 if self._setup.method == "full" else 0.4
