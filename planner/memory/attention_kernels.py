@@ -169,7 +169,9 @@ def attention_refusal(model: ModelSpec, attention: str) -> str:
 
 
 def class_refusal(model: ModelSpec, setup: TrainSetup) -> str:
-    """Why transformers' class of this model does not train this setup on any card, "" where it does."""
+    """Why transformers' class of this model does not train this setup on any card, "" where it does, or is not run."""
+    if setup.trainer.own_models:
+        return ""
     if setup.checkpointing and "checkpointing" in model.lacks:
         return f"transformers' {model.built_class} has no gradient checkpointing"
     if setup.loss != "full" and "bare-head" in model.lacks and setup.objective_spec.head == "vocabulary":
@@ -184,9 +186,10 @@ def missing_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     Source: the GPU table (flash-attention 2); bitsandbytes 0.50 (`backends/mps` has no optimizer, `get_paged` needs
     CUDA's managed memory); Triton compiles for NVIDIA cards from compute capability 7.0 on, and for AMD.
     """
-    if reason := attention_refusal(model, setup.attention) or halves_refusal(model, setup):
+    if reason := halves_refusal(model, setup):
         return reason
-    if reason := class_refusal(model, setup):
+    of_class = "" if setup.trainer.own_models else attention_refusal(model, setup.attention)
+    if reason := of_class or class_refusal(model, setup):
         return reason
     seen_by_flash = setup.images is not None and setup.attention == "flash-attention-2"
     # transformers 5.23 `create_masks_for_vision_model`, which flash attention does not follow
@@ -358,7 +361,9 @@ def attention_kernel(
         return "efficient"
     if setup.attention == FLEX:
         return "flash"
-    if setup.attention == "eager" or "sdpa" not in model.attentions:
+    # torchtune's and LitGPT's own Gemma 2 multiplies by hand where scores are capped, as transformers' does
+    has_sdpa = "sdpa" in model.attentions or (setup.trainer.own_models and not attention.softcap)
+    if setup.attention == "eager" or not has_sdpa:
         return "eager"
     generation = attention_generation(gpu)
     if generation == "metal":

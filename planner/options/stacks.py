@@ -57,6 +57,7 @@ class Stack:
             until transformers 5.15.
         one_kernel_gelu: its own models compute GPT-2's GELU by `F.gelu(approximate="tanh")`.
         newest_transformers: version that the tool takes ("5.6"); "": today's.
+        own_models: its models are none of transformers', whose classes' limits are not theirs.
         selects_products: what its selective checkpointing keeps is every second product of matrices too.
         packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
         masks_samples: packed samples do not see each other; False: attention is causal over a whole row, with no mask.
@@ -101,6 +102,7 @@ class Stack:
     evaluates_whole: bool = False
     one_kernel_gelu: bool = False
     newest_transformers: str = ""
+    own_models: bool = False
     selects_products: bool = False
     packs_rows: bool = False
     masks_samples: bool = True
@@ -137,8 +139,8 @@ class Stack:
 
 _TRAINER: dict[str, Any] = {"runs_trainer": True, "widens_outputs": True, "wide_embedding_states": True}
 _LOOP: dict[str, Any] = {"compiles_loss": False, "clips_gradients": False, "trainer_overhead": False}
-_OWN_MODEL: dict[str, Any] = {"traces_masks": False, "upcasts_logits": False}
-_TORCHTUNE: dict[str, Any] = {"overlaps_offload": True, "packs_rows": True}
+_OWN_MODEL: dict[str, Any] = {"own_models": True, "traces_masks": False, "upcasts_logits": False}
+_TORCHTUNE: dict[str, Any] = {"own_models": True, "overlaps_offload": True, "packs_rows": True}
 _OWN_TYPE: dict[str, Any] = {"quantized_adapters": "", "plain_adapters": ""}
 _BF16_ADAPTERS: dict[str, Any] = {"quantized_adapters": "bf16", "plain_adapters": "bf16"}
 _ROWS = (
@@ -287,6 +289,7 @@ _ROWS = (
     Stack(
         name="torchtitan",
         title="torchtitan",
+        own_models=True,
         traces_masks=False,
         expandable_segments=True,
         selects_products=True,

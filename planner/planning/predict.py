@@ -233,7 +233,7 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         notes.append(risk(f"a sample is {clip} ({encoder}), with {text}"))
     if setup.images is not None or "vision_config" in model.config:
         notes += _image_notes(model, setup)
-    if setup.packing and not packs_apart(model, setup.attention):
+    if setup.packing and not packs_apart(model, setup.attention) and not setup.trainer.own_models:
         mask = f"{model.model_type} makes its mask without their positions, --no-packing keeps them apart"
         notes.append(risk(f"packed samples attend to each other: {mask}"))
     if model.traits.streams > 1:

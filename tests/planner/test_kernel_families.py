@@ -1,7 +1,9 @@
 """Kernel families: what they keep, where they run, what files say of them, what files are read as."""
 
+import ast
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from planner.options.kernels import (
     parts_of,
 )
 from planner.planning.answer import plan_workload
+from planner.planning.predict import cannot_run
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
@@ -52,6 +55,57 @@ def unprofiled() -> ModelSpec:
 
 def kept(setup: TrainSetup, name: str = LLAMA) -> dict[str, int]:
     return activation_parts(loaded(name), GPU, setup).stored
+
+
+def test_liger_fuses_the_loss_of_the_types_that_its_own_table_has() -> None:
+    package = find_spec("liger_kernel")
+    assert package is not None
+    assert package.origin is not None
+    tree = ast.parse((Path(package.origin).parent / "transformers" / "monkey_patch.py").read_text())
+    fuses = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            names = [argument.arg for argument in node.args.args][-len(node.args.defaults) or 1 :]
+            defaults = dict(zip(names, map(ast.unparse, node.args.defaults), strict=False))
+            fuses |= {node.name} if defaults.get("fused_linear_cross_entropy") == "True" else set()
+    (table,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN"
+    )
+    assert isinstance(table, ast.Dict)
+    pairs = zip(table.keys, table.values, strict=True)
+    assert {ast.literal_eval(key) for key, value in pairs if key and ast.unparse(value) in fuses} == LIGER_LOSS
+
+
+AXOLOTL = "base_model: {}\nadapter: qlora\nload_in_4bit: true\nmicro_batch_size: 1\nsequence_len: 2048\nlora_r: 8\n"
+CUT = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\n"
+UNSLOTH_FILE = "model: {}\ntraining: {{max_seq_length: 512}}\nlora: {{lora_r: 8}}\n"
+FACTORY = "model_name_or_path: {}\nstage: sft\ndo_train: true\nenable_liger_kernel: true\ncutoff_len: 512\n"
+LITGPT = "checkpoint_dir: checkpoints/{}\nlora_r: 8\ntrain: {{max_seq_length: 512}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "fields"),
+    [
+        (AXOLOTL + CUT, "zai-org/GLM-4.5-Air", {"loss": "chunked"}),
+        (AXOLOTL + CUT, "Qwen/Qwen3-8B", {"loss": "liger"}),
+        (AXOLOTL + "liger_fused_linear_cross_entropy: true\n", "CohereLabs/aya-23-8B", {"loss": "chunked"}),
+        (
+            AXOLOTL + "attn_implementation: flash_attention_2\ngemma4_hybrid_attn_impl: true\n",
+            "google/gemma-4-31B-it",
+            {"attention": "sdpa"},
+        ),
+        (UNSLOTH_FILE, "google/gemma-4-31B-it", {"kernels": "eager"}),
+        (FACTORY, "CohereLabs/aya-23-8B", {"loss": "full"}),
+        (LITGPT, "google/gemma-2-9b", {"attention": "sdpa"}),
+    ],
+)
+def test_a_file_is_not_held_to_what_its_own_code_does_otherwise(text: str, model: str, fields: dict[str, Any]) -> None:
+    spec = loaded(model)
+    reading = read_text(text.format(model), "a.yaml", model=spec)
+    assert {name: getattr(reading.setup, name) for name in fields} == fields
+    assert cannot_run(spec, find_gpu("h100-sxm"), reading.setup) == ()
 
 
 def test_liger_keeps_what_its_functions_save() -> None:
@@ -99,7 +153,7 @@ def test_fewer_and_larger_kernels_need_no_more_memory_and_time(precision: str, c
 
 def test_every_type_of_the_table_is_one_of_the_catalogue_or_its_text_class() -> None:
     types = {entry.model_type for entry in catalogue.entries()}
-    assert {model_type.removesuffix("_text") for model_type in {*LIGER_PARTS, *LIGER_LOSS}} <= types
+    assert {model_type.removesuffix("_text") for model_type in LIGER_PARTS} <= types
     assert set(LIGER_PARTS) >= FUSED_LORA
     assert "granite" not in LIGER_LOSS  # Liger patches its layers and raises for the loss
     assert parts_of("liger", "olmo2") == {"norm", "rotary", "gated"}

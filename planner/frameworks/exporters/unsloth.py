@@ -16,7 +16,7 @@ VALIDATED_WITH = {"unsloth": "2026.10.9", "trl": "1.15.0", "transformers": "5.17
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    kernels = own_kernels({name: getattr(setup, name) for name in setup.__dataclass_fields__})
+    kernels = own_kernels({name: getattr(setup, name) for name in setup.__dataclass_fields__}, None)
     runs: dict[str, tuple[object, str]] = {
         "loss": ("chunked", "Unsloth computes the loss in chunks by its own kernel"),
         "kernels": (kernels, "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"),

@@ -11,6 +11,7 @@ from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
 from planner.memory.attention_kernels import default_attention, has_expert_stacks
+from planner.options.kernels import LIGER_LOSS, LIGER_PARTS
 from planner.options.precisions import PRECISIONS
 from planner.setup.allowed import XFORMERS
 
@@ -222,6 +223,11 @@ def _offloads(settings: Settings, checkpointing: int) -> bool:
 
 
 def _attention(settings: Settings) -> str:
+    if settings.raw("gemma4_hybrid_attn_impl") is True:  # 0.21 monkeypatch/gemma4_hybrid_mask.py
+        settings.assume(
+            "gemma4_hybrid_attn_impl: heads of 512 run SDPA beside flash attention, counted as SDPA for all"
+        )
+        return "sdpa"
     if settings.has("attn_implementation"):
         return common.attention(settings, "attn_implementation")
     for key, kind in OLD_ATTENTION_SWITCHES.items():
@@ -234,12 +240,16 @@ def _attention(settings: Settings) -> str:
 
 
 def _loss(settings: Settings) -> str:
-    if settings.raw("liger_fused_linear_cross_entropy") is True:
-        return "liger"
     plugged = any("cut_cross_entropy" in plugin for plugin in _plugins(settings))
-    if settings.raw("cut_cross_entropy", plugged) is True:
-        settings.assume("cut cross-entropy is counted as a fused loss (liger)")
-        return "liger"
+    cut = settings.raw("cut_cross_entropy", plugged) is True
+    # Axolotl's own form of Liger's loss, and cut cross-entropy, know more models than Liger does
+    if cut or settings.raw("liger_fused_linear_cross_entropy") is True:
+        kind = settings.model.model_type if settings.model is not None else "llama"
+        loss = "liger" if kind in LIGER_LOSS or (kind in LIGER_PARTS and not cut) else "chunked"
+        if cut or loss == "chunked":
+            what = "cut cross-entropy" if cut else f"Axolotl's own fused loss for {kind}"
+            settings.assume(f"{what} is counted as a fused loss ({loss})")
+        return loss
     if settings.raw("chunked_cross_entropy") is True:
         return "chunked"
     return "full"

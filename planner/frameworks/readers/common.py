@@ -331,7 +331,11 @@ def liger(settings: Settings, on: bool, loss: str, *, apart: bool = False) -> di
         return {"kernels": "eager", "loss": loss}
     options = settings.mapping("liger_kernel_config")
     kind = settings.model.model_type if settings.model is not None else "llama"
-    fused = options.get("fused_linear_cross_entropy", kind in LIGER_LOSS or kind not in LIGER_PARTS)
+    fused = kind in LIGER_LOSS
+    if fused or kind in LIGER_PARTS:
+        fused = options.get("fused_linear_cross_entropy", fused)
+    elif loss == "full" and not apart:
+        settings.assume(f"Liger has no loss for {kind}: the logits are held in full")
     return {
         "kernels": liger_kernels(settings, LIGER_OPTIONS, options),
         "loss": "liger" if fused is True and loss != "chunked" and not apart else loss,

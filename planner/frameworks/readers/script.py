@@ -359,7 +359,7 @@ class _Script:
         arguments = self.arguments
         if self.unsloth:
             whole = environment_word(self.source.text, self.outside.environment, "UNSLOTH_RETURN_LOGITS") == "1"
-            return {"loss": "full" if whole else "chunked", "kernels": own_kernels(fields)}
+            return {"loss": "full" if whole else "chunked", "kernels": own_kernels(fields, arguments.model)}
         whole = evaluating.given(self.training_run.trainer, "compute_loss_func")
         whole = whole or arguments.real("label_smoothing_factor", 0.0) > 0
         if self.trl and self.defaults.loss(None, liger=True, whole=whole) == "chunked":

@@ -20,6 +20,8 @@ from planner.frameworks.readers.shell import flags
 from planner.frameworks.readers.types import Missing, ReadConfig
 from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools.others import TORCHTITAN, TORCHTITAN_ADAMW
+from planner.memory.attention_kernels import attention_refusal
+from planner.setup.allowed import FLEX
 
 FORMAT = "torchtitan"
 PRECISIONS = {
@@ -72,6 +74,8 @@ def read(settings: Settings) -> ReadConfig:
         **_layout(parts["parallelism"], training),
     }
     fields |= _checkpointing(parts["activation_checkpoint"], fields)
+    if top.model is not None and not attention_refusal(top.model, FLEX):
+        fields["attention"] = FLEX
     data = training.optional_text("dataset_path") or training.optional_text("dataset")
     return config(TORCHTITAN, top, fields, model_id=_model(parts["model"], top), dataset=data)
 

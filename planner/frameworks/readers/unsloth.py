@@ -51,7 +51,7 @@ def read(settings: Settings) -> ReadConfig:
         **settings_fields(training, UNSLOTH, "micro_batch_seqs", "accumulation_steps", "seq_len_tokens", "packing"),
     }
     fields = common.adapter(lora, fields, adapter_kind(lora, FORMAT))
-    fields["kernels"] = own_kernels(fields)
+    fields["kernels"] = own_kernels(fields, training.model)
     training.assume("Unsloth's config names no optimizer: its adamw_8bit")
     if unknown := [key for part in (top, *parts.values()) for key in part.unknown_keys]:
         top.assume(f"unsloth train does not start with settings that it does not know ({', '.join(unknown)[:200]})")

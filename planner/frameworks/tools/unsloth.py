@@ -6,6 +6,7 @@ from typing import Any
 from planner.frameworks.tools.field import Field, Tool
 from planner.frameworks.tools.transformers import BATCH, CHECKPOINTING, OPTIMIZER
 from planner.models.spec import ModelSpec
+from planner.options.kernels import kernels_refusal
 from planner.options.stacks import TARGET_ROWS
 from planner.setup import TrainSetup
 
@@ -73,12 +74,14 @@ def converted(fields: Mapping[str, Any], model: ModelSpec | None) -> tuple[dict[
     return {**fields, "lora_targets": targets, "quantize_experts": True}, note
 
 
-def own_kernels(fields: Mapping[str, Any]) -> str:
+def own_kernels(fields: Mapping[str, Any], model: ModelSpec | None) -> str:
     """The kernel family of a run by Unsloth: its own, which take adapters of whole attention without dropout, and 16 or
-    4 bits.
+    4 bits, of models that it has them for.
 
     Source: Unsloth `models/llama.py` patch_peft_model (all of q, k, v with adapters, lora_dropout 0, bias "none").
     """
     kernels, others = TARGET_ROWS["unsloth"].kernels
+    if model is not None and kernels_refusal(kernels, model.model_type):
+        return others
     plain = fields["method"] != "full" and not fields.get("lora_dropout") and fields.get("quantization") != "int8"
     return kernels if plain and isinstance(fields.get("lora_targets", "all-linear"), str) else others
