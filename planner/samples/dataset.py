@@ -209,7 +209,7 @@ def measure(
     for number, row in enumerate(_rows(path, columns), 1):
         kind = kind or _kind(row, kinds, str(path))
         try:
-            sample = sample_of(row, kind) if kind in SUPERVISED and kind in kinds else row
+            sample = sample_of(row, kind) if kind in (*SUPERVISED, "preference") and kind in kinds else row
         except (KeyError, DataError) as error:
             why = f"no column {error}" if isinstance(error, KeyError) else str(error)
             raise _unlike(f"{path}: sample {number}", kind, why) from error
@@ -304,9 +304,10 @@ def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int,
             return _chat_length(sample["messages"], count)
         if kind == "prompt":
             return count(_content(sample["prompt"])), 0
+        if kind == "preference" and isinstance(sample["prompt"], list):
+            return max(_chat_length(sample["prompt"] + sample[half], count)[0] for half in ("chosen", "rejected")), 0
         if kind == "preference":
-            halves = (count(_content(sample[half])) for half in ("chosen", "rejected"))
-            return count(_content(sample.get("prompt") or "")) + max(halves) + 1, 0
+            return count(sample["prompt"]) + max(count(sample[half]) for half in ("chosen", "rejected")) + 1, 0
         if kind == "pairs":
             return max(count(_content(sample[column])) for column in ("anchor", "positive")) + 1, 0
         if kind == "prompt-completion":

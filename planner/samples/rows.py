@@ -11,7 +11,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -299,8 +299,9 @@ def _question(row: Row) -> str:
 
 
 def sample_of(row: Row, kind: str) -> Row | None:
-    """What is trained on: {"messages": [{"role", "content"}, ...]}, {"prompt", "completion"} or {"text"}; None where a
-    row has nothing to learn: no answer, no text.
+    """What is trained on: {"messages": [{"role", "content"}, ...]}, {"prompt", "completion"}, {"text"}, or of a
+    preference the row with prompt, chosen and rejected, all texts or all lists of turns; None where a row has nothing
+    to learn: no answer, no text.
 
     Turns of one speaker in a row are joined; what stands before the first question or behind the last answer is left
     out, as templates of chats take turns about.
@@ -314,6 +315,8 @@ def sample_of(row: Row, kind: str) -> Row | None:
     if kind == "prompt-completion":
         prompt, completion = _text(row, "prompt"), _text(row, "completion")
         return {"prompt": prompt, "completion": completion} if completion.strip() else None
+    if kind == "preference":
+        return _preference(row)
     turns = _alternating(_messages(row))
     if not any(message["role"] == "assistant" for message in turns):
         return None
@@ -323,6 +326,51 @@ def sample_of(row: Row, kind: str) -> Row | None:
         if tools
         else {"messages": turns}
     )
+
+
+def _preference(row: Row) -> Row | None:
+    """Halves that begin with what the system or a user says are whole chats: what they share is the prompt.
+
+    Source: trl 1.16 data_utils.py extract_prompt (of texts a shared space before the answers stays theirs).
+    """
+    halves = [row["chosen"], row["rejected"]]
+    prompt = next((row[name] for name in ("prompt", *CHATS, *QUESTIONS) if row.get(name) is not None), None)
+    if any(half is None for half in halves):
+        return None
+    if all(isinstance(part, str) for part in (*halves, prompt or "")):
+        if prompt is None:
+            num = _num_shared(*halves)
+            num -= halves[0][num - 1 : num] == " "
+            prompt, halves = halves[0][:num], [half[num:] for half in halves]
+        alike = halves[0] == halves[1] or not all(half.strip() for half in halves)
+        return None if alike else {**row, "prompt": prompt, "chosen": halves[0], "rejected": halves[1]}
+    chosen, rejected = (_turns(half, "assistant") for half in halves)
+    question = [] if prompt is None else _turns(prompt, "user")
+    if not all(half and half[0]["role"] == "assistant" for half in (chosen, rejected)):
+        shared = _num_shared(chosen, rejected)
+        question, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    system = next((row[key] for key in SYSTEMS if row.get(key)), None)
+    if system is not None and not (question and question[0]["role"] == "system"):
+        question.insert(0, _message("system", system))
+    if not question:
+        raise DataError("nothing is asked before chosen and rejected")
+    return (
+        {**row, "prompt": question, "chosen": chosen, "rejected": rejected}
+        if chosen != rejected and chosen and rejected
+        else None
+    )
+
+
+def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Items with which both begin."""
+    return [*(left == right for left, right in zip(first, second, strict=False)), False].index(False)
+
+
+def _turns(value: Any, role: str) -> list[Row]:
+    """The turns of a chat, of one of its turns, or of a text that `role` says."""
+    if isinstance(value, str):
+        return [_message(role, value)]
+    return [_message_of(turn) for turn in (value if isinstance(value, list) else [value])]
 
 
 def _text(row: Row, column: str) -> str:

@@ -235,6 +235,58 @@ def test_columns_with_names_of_their_own_are_read(place: Path, capsys: pytest.Ca
         assert "hint:" in error
 
 
+def say(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+ASKED, BEE, SEA = say("user", "a {x}?"), say("assistant", "bee"), say("assistant", "sea")
+PREFERENCES = {
+    "turns": {"prompt": [ASKED], "chosen": [BEE], "rejected": [SEA]},
+    "whole chats": {"chosen": [ASKED, BEE], "rejected": [ASKED, SEA]},
+    "a prompt beside whole chats": {"prompt": "a {x}?", "chosen": [ASKED, BEE], "rejected": [ASKED, SEA]},
+    "from and value": {
+        "conversations": [{"from": "human", "value": "a {x}?"}],
+        "chosen": {"from": "gpt", "value": "bee"},
+        "rejected": {"from": "gpt", "value": "sea"},
+    },
+    "texts": {"prompt": "Q: a {x}?", "chosen": " bee", "rejected": " sea"},
+    "whole texts": {"chosen": "Q: a {x}? bee", "rejected": "Q: a {x}? sea"},
+}
+
+
+@pytest.mark.parametrize("form", PREFERENCES)
+def test_preferences_of_every_form_are_the_same_pairs_for_every_target(form: str, place: Path) -> None:
+    """TRL 1.16 and 1.14 (Axolotl's), and LLaMA-Factory 0.9.5's converter and template `empty` made the same tokens of
+    them, of seven templates (30 November 2026); Axolotl's user-defined type wrote Python's lists, LLaMA-Factory's
+    Alpaca form stopped at them."""
+    rows = [PREFERENCES[form], {"chosen": "same", "rejected": "same"}]
+    (place / "pref.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dpo = TrainSetup(objective="dpo", seq_len_tokens=256, loss="full")
+    data = DatasetChoice(path="pref.jsonl", columns="preference", local=True)
+    request = replace(tiny_request("llama", dpo), dataset=data)
+    read = {}
+    for target in ("trl", "axolotl", "llamafactory"):
+        assert f"python launch/prepare_data.py {prepare.form(request, target)}" == EXPORTERS[target](request).prepare
+        prepared(place, request, prepare.form(request, target))
+        (read[target],) = made(place, prepare.form(request, target))
+    chats = "texts" not in form
+    expected = {"prompt": [ASKED], "chosen": [BEE], "rejected": [SEA]} if chats else PREFERENCES["texts"]
+    assert read["trl"] == read["axolotl"] == PREFERENCES[form] | expected
+    for half, answer in (("chosen", "bee"), ("rejected", "sea")):
+        chat = tokenizer().apply_chat_template([ASKED, say("assistant", answer)], tokenize=False)
+        whole = chat.rstrip() if chats else f"Q: a {{x}}? {answer}{END}"
+        assert read["llamafactory"]["prompt"] + read["llamafactory"][half] == whole
+        assert read["llamafactory"][half].strip() == answer + END
+
+
+def test_rows_of_other_objectives_keep_what_their_trainers_read(place: Path) -> None:
+    (place / "labelled.csv").write_text("Satz,label\ngood,1\nbad,0\n")
+    data = DatasetChoice(path="labelled.csv", columns="text", local=True, names={"text": "Satz", "label": "label"})
+    classifier = TrainSetup(objective="classification", seq_len_tokens=64, loss="full", packing=False)
+    prepared(place, replace(tiny_request("llama", classifier), dataset=data), "rows")
+    assert made(place, "rows") == [{"text": "good", "label": "1"}, {"text": "bad", "label": "0"}]
+
+
 def test_a_file_that_says_nothing_to_learn_is_an_error_with_a_row(place: Path) -> None:
     (place / "bad.jsonl").write_text(
         '{"question": "a", "answer": "b"}\n{"question": "a", "answer": ["b", {"text": 1}]}\n'

@@ -12,7 +12,7 @@ from planner.frameworks.exporters import TARGETS, DatasetChoice
 from planner.options.objectives import OBJECTIVES
 from planner.options.rollouts import Rollout
 from planner.setup import TrainSetup
-from tests.launch.conftest import FACTS, Run, export_request, num_saved, two_steps, write_jsonl, write_launch
+from tests.launch.conftest import FACTS, Run, export_request, num_saved, prepared, two_steps, write_jsonl, write_launch
 from tests.launch.test_spread import layout
 from tests.launch.test_trl import HIDDEN, lora_params
 
@@ -81,15 +81,12 @@ def test_two_steps_of_every_objective_train(
         **changes,
     )
     write_jsonl(place / "data" / "train.jsonl", ROWS[objective](16))
-    emitted = TARGETS[row.stack("trl")].export(
-        export_request(
-            setup,
-            dataset=DatasetChoice(path="./data", local=True, columns=row.data[0]),
-            held_out=None,
-            lacks_template=False,
-        )
-    )
+    data = DatasetChoice(path="./data", local=True, columns=row.data[0])
+    request = export_request(setup, dataset=data, held_out=None, lacks_template=False)
+    emitted = TARGETS[row.stack("trl")].export(request)
     assert not emitted.unsupported
+    if emitted.prepare:
+        prepared(place, request, "rows")
     run = two_steps(launch, place, emitted, setup)
     prompts_each = setup.rollout_settings.num_generations if row.rolls_out else 1
     assert run.state["epoch"] == pytest.approx(2 * setup.global_batch_seqs / prompts_each / 16)
@@ -108,9 +105,10 @@ def test_fsdp2_shares_a_reference_that_knows_what_the_policy_knew(place: Path, l
         seq_len_tokens=64, num_gpus=2, parallel="fsdp2",
     )  # fmt: skip
     write_jsonl(place / "data" / "train.jsonl", pairs(16))
-    emitted = TARGETS["trl"].export(
-        export_request(setup, dataset=DatasetChoice(path="./data", local=True, columns="preference"), held_out=None)
-    )
+    data = DatasetChoice(path="./data", local=True, columns="preference")
+    request = export_request(setup, dataset=data, held_out=None)
+    emitted = TARGETS["trl"].export(request)
+    prepared(place, request, "rows")
     write_launch(place, emitted)
     run = layout(launch, place, emitted.command)
     assert run.losses[0] == pytest.approx(math.log(2), abs=1e-4)

@@ -3,7 +3,7 @@
 from planner.core.units import gib
 from planner.frameworks.exporters import common, deepspeed, prepare, several_gpus, slurm
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
-from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
+from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, lora_switches
 from planner.memory.attention_kernels import has_expert_stacks
 from planner.memory.trained import layer_numbers
@@ -213,27 +213,21 @@ def _method(request: ExportRequest) -> list[Line]:
 
 
 def _datasets(request: ExportRequest) -> Section:
-    dataset = request.dataset
-    if prepare.needed(request) and request.setup.objective_spec.supervised:
-        entry: dict[str, object] = {"path": prepare.folder(request, TARGET), "split": "train", "type": None}
-        words = f"tokens made by launch/{prepare.NAME}, the loss is on {prepare.loss_words(request)}"
-        template = "of the saved tokenizer: a base model's may have none"
-        return section(
-            "dataset",
-            Line("datasets", [entry], words),
-            Line("test_datasets", [{**entry, "split": "test"}]) if request.evaluates else None,
-            Line("dataset_prepared_path", prepare.CACHE, f"emptied by {prepare.NAME}: its names do not tell old data"),
-            Line("chat_template", "tokenizer_default_fallback_chatml", template),
-        )
-    made = prepare.needed(request)
-    entry = {"path": PLACEHOLDER_DATASET if dataset is None else shown_path(dataset.path)}
-    if made:
-        entry["path"] = prepare.folder(request, TARGET)
-    elif dataset and dataset.local:
-        entry["ds_type"] = "parquet" if dataset.path.endswith(".parquet") else "json"
-    fields = {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"}
-    entry |= {"split": dataset.split if dataset and not made else "train", "type": fields}
-    return section("dataset" if dataset else "dataset: PUT YOURS HERE", Line("datasets", [entry]))
+    entry: dict[str, object] = {"path": prepare.folder(request, TARGET), "split": "train", "type": None}
+    template = Line(
+        "chat_template", "tokenizer_default_fallback_chatml", "of the saved tokenizer: a base model's may have none"
+    )
+    if not request.setup.objective_spec.supervised:
+        by_trl = Line("skip_prepare_dataset", True, "TRL takes chats and texts as they are, Axolotl's own types do not")
+        return section("dataset", Line("datasets", [entry], f"made by launch/{prepare.NAME}"), by_trl, template)
+    words = f"tokens made by launch/{prepare.NAME}, the loss is on {prepare.loss_words(request)}"
+    return section(
+        "dataset",
+        Line("datasets", [entry], words),
+        Line("test_datasets", [{**entry, "split": "test"}]) if request.evaluates else None,
+        Line("dataset_prepared_path", prepare.CACHE, f"emptied by {prepare.NAME}: its names do not tell old data"),
+        template,
+    )
 
 
 def _precision(setup: TrainSetup) -> list[Line]:

@@ -235,7 +235,9 @@ def _template(request: ExportRequest) -> Line | None:
     if request.setup.images is not None and model is not None and model.model_type in _TEMPLATES:
         text = model.config.get("text_config", {}).get("model_type", "")
         return Line("template", text if text == "ministral3" else _TEMPLATES[model.model_type])
-    if request.columns == "prompt-completion" and request.setup.objective_spec.supervised:
+    if not request.setup.objective_spec.supervised:
+        return Line("template", "empty", f"launch/{prepare.NAME} has written the model's own into the texts")
+    if request.columns == "prompt-completion":
         return Line("template", "empty", "a text and how it goes on, no chat")
     return Line("template", "default", "the tokenizer has none of its own") if chat.brought_along(request) else None
 

@@ -30,15 +30,21 @@ FORMS = {
     "torchtune-in-bwd": "tokens",
 }
 """Target -> what it reads of supervised data; LLaMA-Factory reads chats or texts."""
+PAIRS = ("preference",)
+"""Kinds of an objective that trains on preferences alone. TRL takes chats and texts, and Axolotl 0.21 hands it both as
+they are where it is told to prepare nothing (its user-defined type writes a list as Python does, and of texts with a
+template in them its TRL 1.14 begins with two BOS); LLaMA-Factory 0.9.5 takes texts, which its template `empty` leaves
+as they are."""
 
 
 def needed(request: ExportRequest) -> bool:
     """Whether the data have to be made into a form that targets read: all that is trained on token by token, but
-    pictures and sound; of other data only files and names that no target takes."""
+    pictures and sound, and preferences, which every tool wants in a form of its own; of other data only files and names
+    that no target takes."""
     setup, dataset = request.setup, request.dataset
     if setup.images is not None or (request.model is not None and request.model.front_end is not None):
         return False
-    if setup.objective_spec.supervised:
+    if setup.objective_spec.supervised or setup.objective_spec.data == PAIRS:
         return True
     return dataset is not None and (bool(dataset.names) or (dataset.local and not dataset.plain))
 
@@ -46,7 +52,7 @@ def needed(request: ExportRequest) -> bool:
 def form(request: ExportRequest, target: str) -> str:
     """What a target reads."""
     if not request.setup.objective_spec.supervised:
-        return "rows"
+        return "pairs" if target == "llamafactory" else "rows"
     if target == "llamafactory":
         return "text" if request.columns == "text" else "chats"
     if target in ("mlx", "loggetta") and (request.columns == "text" or request.loss_on == "all"):
@@ -89,12 +95,13 @@ def file(request: ExportRequest) -> LaunchFile:
     """The program: what a person changes, how rows are read (the planner's own code), what is written."""
     dataset, setup = request.dataset, request.setup
     head = (
-        "Makes launch/data/ of a data set, once for all: python launch/prepare_data.py tokens|chats|answers|text|rows",
+        "Makes launch/data/ of a data set for all: python launch/prepare_data.py tokens|chats|answers|text|pairs|rows",
         f"Files ending in {', '.join(SUFFIXES)} (and .gz), a directory of them, or a data set on the hub.",
     )
     placeholder = "" if dataset else "PUT YOURS HERE: a file, a directory or a hub id"
     kinds = list(SUPERVISED) if setup.objective_spec.supervised else list(setup.objective_spec.data)
-    held_out = "None: a share of the samples" if request.held_out is None else "samples to evaluate on"
+    held_out = request.held_out if setup.objective_spec.supervised else 0  # nothing else is evaluated
+    held_words = "None: a share of the samples" if held_out is None else "samples to evaluate on"
     lines = [
         constant("DATASET", shown_path(dataset.path) if dataset else PLACEHOLDER_DATASET, placeholder),
         constant("SPLIT", dataset.split if dataset else "train", "of a data set on the hub"),
@@ -104,7 +111,7 @@ def file(request: ExportRequest) -> LaunchFile:
         constant("LOSS_ON", request.loss_on, 'or "all": questions too'),
         constant("MODEL", shown_path(request.model_id), "whose chat template and tokenizer are used"),
         constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer chats are cut, longer texts go on in another row"),
-        constant("HELD_OUT", request.held_out, held_out),
+        constant("HELD_OUT", held_out, held_words),
         constant("FORM", form(request, "trl")),
         constant("TEMPLATE", chat.TEMPLATE, "of chats, where the tokenizer has none"),
     ]
