@@ -377,7 +377,7 @@ def profiled_kind(setup: TrainSetup) -> bool:
 
 _LATER = attrgetter(*OF_OTHERS)
 _OBJECTIVES = ("dpo", "orpo", "reward", "classification")
-_ITS_TRAINER = ("hf", "axolotl", "ms-swift")
+_ITS_TRAINER = ("hf", "axolotl", "ms-swift", "accelerate-loop-drops-outputs")
 """Stacks whose step is the one that TRL's trainer takes: the type of their adapters is a value of its own."""
 _LIKE_LORA = ("lora", "rslora", "pissa")
 """Adapters that differ in numbers alone."""

@@ -205,6 +205,15 @@ _ROWS = (
         "logits of the shortest batch of the bucket before",
     ),
     Stack(
+        name="accelerate-loop-drops-outputs",
+        title="a loop of one's own under Accelerate's mixed precision that drops `outputs`",
+        evaluates_whole=True,
+        runs_trainer=True,
+        widens_outputs=True,
+        source="as accelerate-loop, with `loss = model(...).loss`: the calls of transformers' Trainer, but for its "
+        "create_optimizer (bitsandbytes itself overrides no embedding)",
+    ),
+    Stack(
         name="plain-loop-own-model",
         title="a loop of one's own around a model of one's own",
         source="rasbt/LLMs-from-scratch ch05/10_llm-training-speed: cross_entropy(logits.flatten(0, 1), targets) in a "

@@ -139,6 +139,39 @@ def test_a_length_of_none_is_asked_for() -> None:
     assert [missing.field for missing in read(train=TRAIN.replace("512", "None")).missing] == ["seq_len_tokens"]
 
 
+OWN = """
+class Mine(SFTTrainer):
+    def create_optimizer(self):
+        if self.optimizer is None:
+            {made}
+        return self.optimizer
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "optimizer"),
+    [
+        ("self.optimizer = bnb.optim.PagedLion8bit([{'params': self.model.parameters()}], lr=1e-5)", "paged-lion-8bit"),
+        ("self.optimizer = torch.optim.AdamW(self.model.parameters(), amsgrad=True)", "adamw-amsgrad"),
+        (
+            "cls, words = Trainer.get_optimizer_cls_and_kwargs(self.args); self.optimizer = cls(ps(), **words)",
+            "adamw-fused",
+        ),
+        ("self.optimizer = Sharded(self.model.parameters())", None),
+    ],
+)
+def test_the_optimizer_of_a_trainers_own_method_counts(made: str, optimizer: str | None) -> None:
+    """And where it is not known, it is asked for."""
+    config = read(OWN.format(made=made), train=TRAIN.replace("SFTTrainer", "Mine"))
+    assert [missing.field for missing in config.missing] == ([] if optimizer else ["optimizer"])
+    assert optimizer in (None, config.setup.optimizer)
+
+
+def test_an_optimizer_set_on_the_trainer_counts() -> None:
+    train = "t = " + TRAIN.replace(".train()", "\nt.optimizer = torch.optim.SGD(model.parameters())\nt.train()")
+    assert read(train=train).setup.optimizer == "sgd"
+
+
 def test_a_length_handed_on_by_partial_or_map_is_read() -> None:
     cut = "def cut(row, limit):\n    return {'input_ids': tokenizer(row, truncation=True, max_length=limit)}\n"
     train = "Trainer(model, TrainingArguments(bf16=True), train_dataset=rows).train()"

@@ -45,7 +45,11 @@ LOOPS = {
     "            s.step()\n"
     "for _ in range(2):\n    epoch(model, loader)\n",
 }
-STACKS = {"of a script": "plain-loop", "of a class": "plain-loop-drops-outputs", "of functions under Accelerate": "hf"}
+STACKS = {
+    "of a script": "plain-loop",
+    "of a class": "plain-loop-drops-outputs",
+    "of functions under Accelerate": "accelerate-loop-drops-outputs",
+}
 
 
 def read(body: str) -> ReadConfig:

@@ -59,13 +59,18 @@ def liger(training: Training, program: Program) -> bool:
 
 
 def optimizer(trainer: CallResult | None) -> Value | None:
-    """transformers' name of the optimizer that is handed to a trainer as an object or class; None: none is."""
-    keys = ("optimizers", "optimizer_cls_and_kwargs") if trainer is not None else ()
-    pair = next((given for key in keys if trainer is not None and (given := trainer.argument(key))), None)
+    """transformers' name of the optimizer that is handed to a trainer as an object or class, or that it makes itself;
+    None: transformers' own."""
+    if trainer is None:
+        return None
+    keys = ("optimizers", "optimizer_cls_and_kwargs")
+    pair = next((given for key in keys if (given := trainer.argument(key))), None)
     first = pair.items[0] if isinstance(pair, ListValue) and pair.items else pair
     if first is None or (isinstance(first, Constant) and first.data is None):
-        return None
-    where = getattr(first, "where", "") or (trainer.where if trainer is not None else "")
+        first = loops.own_optimizer(trainer)
+    if first is None or isinstance(first, Unknown):
+        return first
+    where = getattr(first, "where", "") or trainer.where
     if name := loops.optimizer_of(first):
         return Constant(OPTIMIZERS[name].transformers or name, where)
     return Unknown(f"{where}: an optimizer of its own is handed to the trainer")

@@ -23,7 +23,7 @@ from planner.frameworks.readers.program.values import CallResult, Constant, Unde
 from planner.frameworks.readers.sharding import cut_sequences, device_map, loaded, parallel_of
 from planner.frameworks.readers.training import Training, heard, measures, pictures, quantization
 from planner.frameworks.readers.trl import loss_of, pairs_length, sharded
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import ReadConfig, UpperBound
 from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools import ASKED, FIELD_OF, TOOLS
 from planner.frameworks.tools.transformers import HANDED, SCRIPT
@@ -33,6 +33,7 @@ from planner.models.stored import stored_method
 from planner.models.targets import scaling_targets
 from planner.options.adapters import Adapter
 from planner.options.objectives import OBJECTIVES, Objective
+from planner.options.optimizers import OPTIMIZERS as ROWS
 
 FORMAT = "hf-script"
 HALVES = ("bf16-pure", "bf16-autocast", "fp16-pure", "fp16-bf16-autocast")
@@ -228,6 +229,9 @@ class _Script:
             arguments.values = {**arguments.values, "optim": handed.data}
             arguments.where["optim"] = handed.where
         fields["optimizer"] = common.optimizer(arguments, "optim", self.transformers.optimizer)
+        eight_bit = ROWS[fields["optimizer"]].states.eight_bit and fields["method"] == "full"
+        if handed is not None and eight_bit and self.training_run.loop is None:
+            arguments.approximate(UpperBound("8-bit states of embeddings are counted in 32 bits", "optimizer"))
         word, loader = "" if self.unsloth else program_changes.attention(self.source.text, self.program), self.loader
         if word:
             loader.values = {**loader.values, "attn_implementation": word}

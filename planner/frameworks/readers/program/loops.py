@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
+from functools import partial
 
 from planner.core.records import dataclass
 from planner.frameworks.readers.program.values import (
@@ -15,6 +16,7 @@ from planner.frameworks.readers.program.values import (
     Function,
     ImportedName,
     ListValue,
+    Scope,
     Unknown,
     Value,
     plain,
@@ -31,10 +33,12 @@ OF_TORCH = {
     "RMSprop": "rmsprop", "Adagrad": "adagrad",
 }  # fmt: skip
 """Classes of PyTorch, transformers and DeepSpeed -> the optimizer."""
+MAKE_OPTIMIZER = ("create_optimizer", "create_optimizer_and_scheduler")
+"""Methods of transformers' Trainer."""
 SPREADS = ("FSDP", "FullyShardedDataParallel", "fully_shard", "DataParallel", "initialize", "parallelize_module")
 """Calls that spread a model in a way that is not followed here."""
 HALVES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
-STACKS = (("plain-loop-drops-outputs", "plain-loop"), ("hf", "accelerate-loop"))
+STACKS = (("plain-loop-drops-outputs", "plain-loop"), ("accelerate-loop-drops-outputs", "accelerate-loop"))
 """By whether Accelerate casts the outputs to fp32, and whether the loop keeps them."""
 MAX_WRAPPERS = 6
 
@@ -182,6 +186,35 @@ def optimizer_of(value: Value) -> str:
     if name == "rmsprop" and (on("momentum") or on("centered")):
         return "adamw-amsgrad"
     return "sgd-momentum" if name == "sgd" and on("momentum") else name
+
+
+def own_optimizer(trainer: CallResult) -> Value | None:
+    """The optimizer that a trainer is given after it was made, or that its class's own method makes, as a call; None
+    where its base makes it, `Unknown` where that is not followed."""
+    if (given := trainer.attributes.get("optimizer")) is not None:
+        return given
+    method = next((of for of in _methods(trainer) if getattr(of.node, "name", "") in MAKE_OPTIMIZER), None)
+    if method is None:
+        return None
+    calls = [node for node in ast.walk(method.node) if isinstance(node, ast.Call)]
+    made = {name: call for call in map(partial(_called, method.scope), calls) if (name := optimizer_of(call))}
+    by_base = {"get_optimizer_cls_and_kwargs", *MAKE_OPTIMIZER} & {getattr(call.func, "attr", "") for call in calls}
+    if len(made) == 1 and not by_base:
+        return next(iter(made.values()))
+    place = f"{method.scope.file}:{method.node.lineno}" if method.scope.file else trainer.where
+    return None if by_base and not made else Unknown(f"{place}: the trainer's own {' or '.join(made) or 'optimizer'}")
+
+
+def _called(scope: Scope, call: ast.Call) -> CallResult:
+    """A call in a method that does not run here, with its literal arguments."""
+    first, _, rest = ast.unparse(call.func).partition(".")
+    imported = scope.find(first)
+    path = ".".join((imported.path if isinstance(imported, ImportedName) else "", *[rest] * bool(rest)))
+    literal = {
+        word.arg: word.value.value for word in call.keywords if word.arg and isinstance(word.value, ast.Constant)
+    }
+    keywords: dict[str, Value] = {name: Constant(value) for name, value in literal.items()}
+    return CallResult(path.rpartition(".")[2], package=path.partition(".")[0], keywords=keywords)
 
 
 def _optimizer(step: CallResult) -> CallResult | None:
