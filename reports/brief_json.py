@@ -16,7 +16,7 @@ from planner.planning.failures.snapshot import Holder
 from planner.planning.plan import Plan
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION, request_form, to_jsonable
-from planner.setup.outcome import Candidate, Prediction, speed_level
+from planner.setup.outcome import Candidate, Prediction, speed_level, speed_sides
 from reports.extras import extras_from_dict
 from reports.plain import clean
 from reports.plan_json import candidate_from_dict, plan_from_dict
@@ -71,12 +71,15 @@ class BriefMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class BriefSpeed:
-    """Tokens/s and seconds per optimizer step, likewise."""
+    """Tokens/s and seconds per optimizer step: the step lies within x or / (1 + `band_fraction`), the tokens/s within
+    the two sides."""
 
     tokens_per_s: float | None
     step_time_s: float | None
     level: str
     band_fraction: float | None
+    band_below_fraction: float | None
+    band_above_fraction: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +321,7 @@ def _check(document: Mapping[str, Any]) -> dict[str, Any]:
         tokens_per_s=prediction["tokens_per_s"],
         step_time_s=prediction["step_time_s"],
         level=document["speed_level"],
-        band_fraction=prediction["time_band_fraction"],
+        **_speed_band(prediction["time_band_fraction"], prediction["bands"]),
     )
     changes = [_of(BriefChange, change) for change in document["changes"]]
     return _of(BriefCheck, {**document, "memory": memory, "speed": speed, "changes": changes})
@@ -385,9 +388,14 @@ def _figures(subject: Candidate) -> dict[str, Any]:
             tokens_per_s=speed.tokens_per_s,
             step_time_s=speed.step_time_s,
             level=speed_level(speed).value,
-            band_fraction=speed.time_band_fraction,
+            **_speed_band(speed.time_band_fraction, speed.bands if isinstance(speed, Prediction) else {}),
         ),
     }
+
+
+def _speed_band(fraction: float | None, bands: Mapping[str, tuple[float, float]]) -> dict[str, float | None]:
+    below, above = speed_sides(fraction, bands) or (None, None)
+    return {"band_fraction": fraction, "band_below_fraction": below, "band_above_fraction": above}
 
 
 def _cut(value: Any, length: int, without: frozenset[str], depth: int) -> Any:

@@ -14,7 +14,17 @@ from planner.memory.workload import PRICE_GIVEN, Workload
 from planner.planning.lora_rank import floor_of
 from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
 from planner.planning.useful import cost_usd, job_s, useful_tokens_per_s
-from planner.setup.outcome import Candidate, Evidence, Fidelity, Fit, Prediction, ProbeFailure, speed_level
+from planner.setup.outcome import (
+    Candidate,
+    Evidence,
+    Fidelity,
+    Fit,
+    Measurement,
+    Prediction,
+    ProbeFailure,
+    speed_level,
+    speed_sides,
+)
 from reports.plain import clean, joined, plural
 from reports.setup_text import layout_words, setup_words
 
@@ -92,7 +102,17 @@ SHOWN_MISS = 0.0005
 
 def speed_band(evidence: Evidence) -> str:
     """The same of a speed figure; of a measurement how far its steps wandered, and how well its trainer is known."""
-    return "" if isinstance(evidence, ProbeFailure) else band_words(evidence.time_band_fraction)
+    if not isinstance(evidence, Prediction):
+        return "" if isinstance(evidence, ProbeFailure) else band_words(evidence.time_band_fraction)
+    sides = speed_sides(evidence.time_band_fraction, evidence.bands)
+    if sides is None:
+        return ""
+    near = 0.0 <= sides.above - sides.below < PLUS_MINUS_WITHIN
+    return band_words(sides.above) if near else sides_words(*sides)
+
+
+PLUS_MINUS_WITHIN = 0.1
+"""Sides that are less apart are one figure, the wider: a step x or / 1.28 as long is -22 to +28 % of its speed."""
 
 
 def memory_mark(evidence: Evidence) -> str:
@@ -120,10 +140,15 @@ def memory_marks(figures: Iterable[Evidence]) -> str:
 def speed_marks(figures: Iterable[Evidence]) -> str:
     """The same of speed figures."""
     marked = (
-        (speed_level(evidence), None if isinstance(evidence, ProbeFailure) else evidence.time_band_fraction)
+        (speed_level(evidence), None if isinstance(evidence, ProbeFailure) else _widest(evidence))
         for evidence in figures
     )
     return _marks(marked)
+
+
+def _widest(evidence: Prediction | Measurement) -> float | None:
+    sides = speed_sides(evidence.time_band_fraction, evidence.bands) if isinstance(evidence, Prediction) else None
+    return evidence.time_band_fraction if sides is None else sides.widest
 
 
 def _marks(figures: Iterable[tuple[Fidelity, float | None]]) -> str:

@@ -36,6 +36,7 @@ from reports.text import (
     memory_marks,
     price_date,
     price_dates,
+    speed_band,
     speed_mark,
     speed_marks,
 )
@@ -539,5 +540,4 @@ def _targets(rows: Sequence[TargetChoice]) -> list[tuple[str, ...]]:
 def _speed(candidate: Candidate) -> tuple[str, str]:
     """Tokens/s, and their band."""
     formula = candidate.formula
-    band = "-" if formula.time_band_fraction is None else f"±{formula.time_band_fraction:.0%}"
-    return f"{formula.tokens_per_s:,.0f}" if formula.tokens_per_s else "-", band
+    return f"{formula.tokens_per_s:,.0f}" if formula.tokens_per_s else "-", speed_band(formula) or "-"

@@ -19,7 +19,7 @@ from planner.planning.decision.results import PREFERENCE_FRACTION
 from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
-from planner.setup.outcome import Candidate
+from planner.setup.outcome import Candidate, speed_sides
 
 LAUNCHERS = ("accelerate", "deepspeed")
 """Targets that start another's program: on one GPU they add nothing."""
@@ -122,8 +122,10 @@ def with_engine_note(plan: Plan, cache: WalkCache) -> Plan:
     for row in left_out_engines(plan, cache)[:1]:
         assert row.candidate is not None
         formula = row.candidate.formula
-        speed, band = formula.tokens_per_s or 0.0, formula.time_band_fraction or 0.0
+        speed = formula.tokens_per_s or 0.0
+        below, above = speed_sides(formula.time_band_fraction or 0.0, formula.bands) or (0.0, 0.0)
         times = f"{speed / (plan.chosen.formula.tokens_per_s or speed):.1f} x this"
-        words = f"{row.title}: {speed:,.0f} tokens/s predicted (±{100 * band:.0f} %), {times}, left out: {row.refused}"
+        band = f"-{100 * below:.0f} to +{100 * above:.0f} %"
+        words = f"{row.title}: {speed:,.0f} tokens/s predicted ({band}), {times}, left out: {row.refused}"
         plan = replace(plan, notes=(risk(f"{words} (--target {row.target} plans for it)"), *plan.notes))
     return plan

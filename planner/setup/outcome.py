@@ -38,6 +38,18 @@ class Band(NamedTuple):
         return max(self)
 
 
+def speed_sides(time_band_fraction: float | None, bands: Mapping[str, tuple[float, float]]) -> Band | None:
+    """The band of tokens/s on each side: of published runs where their stack has some, else of a step that takes x or /
+    (1 + `time_band_fraction`) as long."""
+    if time_band_fraction is None:
+        return None
+    sides = Band(*bands.get("tokens_per_s", (0.0, 0.0)))
+    if max(sides) and 1 / (1 - sides.below) - 1 > time_band_fraction - 1e-6:
+        return sides
+    # a band that was widened since holds on both sides
+    return sides.wider(Band(1 - 1 / (1 + time_band_fraction), time_band_fraction))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """What a level without a GPU (formula, dry run, trace of the launch file) says about one setup.

@@ -1,6 +1,7 @@
 """The bands of published runs: how they are fitted, what an unmeasured stack gets, and that the table is the data's."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_request
+from planner.setup.outcome import speed_sides
+from reports.text import speed_band
+from tests.planner.helpers import loaded
 
 RECORDED = [json.loads(line) for line in ERRORS.read_text(encoding="utf-8").splitlines()]
 A100 = find_gpu("a100-80gb")
@@ -179,3 +183,16 @@ def test_a_tool_on_transformers_trainer_has_its_libraries_band_wider(stack: str)
             assert bands[metric] == pytest.approx([OTHER_TRAINER * fraction for fraction in trl[metric]])
         assert bands["device"][0] >= 0.021
         assert bands["device"][1] >= 0.082
+
+
+@pytest.mark.parametrize(("stack", "words"), [("accelerate-loop", "-59 to +"), ("trl", "±")])
+def test_a_speed_s_band_is_the_same_in_text_and_json(stack: str, words: str) -> None:
+    """ "±143 %" stood for runs of which the slowest had 41 % of the predicted speed and the fastest 13 % more."""
+    gpu, setup = find_gpu("h100-sxm"), TrainSetup(stack=stack)
+    prediction = predict(loaded("meta-llama/Llama-3.1-8B"), gpu, setup)
+    below, above = prediction.bands["tokens_per_s"]
+    assert speed_sides(prediction.time_band_fraction, prediction.bands) == (below, above)
+    assert speed_band(prediction).startswith(words)
+    assert f"{100 * above:.0f}" in speed_band(prediction)
+    wider = replace(prediction, time_band_fraction=3.0)  # as a measured step or another level may say
+    assert speed_sides(wider.time_band_fraction, wider.bands) == pytest.approx((0.75, 3.0))

@@ -17,7 +17,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.models.spec import LIKE_BERT, ModelSpec
 from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
-from planner.setup.outcome import Prediction
+from planner.setup.outcome import Band, Prediction
 
 DRY_RUN_BAND = 0.02
 """What the dry run errs by on a trainer's step with current versions (docs/accuracy)."""
@@ -291,9 +291,11 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
     bands, note = evidence_bands(prediction.level.value, gpu, setup)
     time = prediction.time_band_fraction
     # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it
-    if time is not None and "tokens_per_s" in bands and setup.stack not in TRAINERS:
-        below, above = bands["tokens_per_s"]
-        time = max(time, above, 1 / (1 - below) - 1)
+    if time is not None:
+        sides = Band(1 - 1 / (1 + time), time)
+        if "tokens_per_s" in bands and setup.stack not in TRAINERS:
+            sides = sides.wider(Band(*bands["tokens_per_s"]))
+        time, bands["tokens_per_s"] = max(time, 1 / (1 - sides.below) - 1), sides
     annotated = _noted(replace(prediction, time_band_fraction=time), note)
     fraction = annotated.memory_band_fraction
     if planned and setup.stack in ENGINE_BANDS:
