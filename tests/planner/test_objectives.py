@@ -627,3 +627,49 @@ def test_the_band_of_a_speed_that_nobody_compared_holds_all_that_is_its_own(
     assert more == pytest.approx(unmeasured_s / prediction.step_time_s)
     assert prediction.memory_band_fraction == plain.memory_band_fraction
     assert any(OBJECTIVES[objective].title in note for note in prediction.notes)
+
+
+AXOLOTL = "base_model: m\nadapter: lora\nlora_r: 8\nlora_dropout: 0.1\nlora_target_linear: true\nsequence_len: 512\n"
+FACTORY = "model_name_or_path: m\ndo_train: true\nfinetuning_type: lora\ncutoff_len: 512\nlora_dropout: 0.1\n"
+SWIFT = "swift {} --model m --tuner_type lora --max_length 512 --lora_dropout 0.1 "
+OF_TOOLS = [
+    ("a.yml", f"{AXOLOTL}rl: kto\n", "kto", "1.5", "TRL 1.5"),
+    ("a.yml", f"{AXOLOTL}rl: orpo\n", "orpo", "", ""),
+    ("a.yml", f"{AXOLOTL}rl: simpo\n", "orpo", "", "SimPO"),
+    ("a.yml", f"{AXOLOTL}reward_model: true\n", "reward", "", ""),
+    ("a.yaml", f"{FACTORY}stage: kto\n", "kto", "0.14", "TRL 0.14"),
+    ("a.yaml", f"{FACTORY}stage: dpo\npref_loss: simpo\n", "orpo", "", "SimPO"),
+    ("run.sh", SWIFT.format("rlhf"), "dpo", "0.28", "TRL 0.28"),
+    ("run.sh", SWIFT.format("rlhf --rlhf_type kto"), "kto", "0.28", "TRL 0.28"),
+    ("run.sh", SWIFT.format("rlhf --rlhf_type simpo"), "orpo", "", "ORPO"),
+    ("run.sh", SWIFT.format("rlhf --rlhf_type rm"), "reward", "", ""),
+    ("run.sh", SWIFT.format("sft --num_labels 2 --task_type seq_cls"), "classification", "", ""),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "objective", "version", "words"), OF_TOOLS)
+def test_a_tools_step_that_is_trls_is_read_as_its_objective(
+    file: str, text: str, objective: str, version: str, words: str
+) -> None:
+    config = read_text(text, file)
+    setup = config.setup
+    assert (setup.objective, setup.loss, setup.trl_version, setup.packing) == (objective, "full", version, False)
+    assert setup.lora_dropout == (0.1 if objective == "classification" else 0.0)
+    counted = [text for text in config.approximations if " counted as " in text]
+    assert any(words in text for text in counted) or not words
+
+
+def test_axolotls_grpo_is_read_with_its_rollout() -> None:
+    text = f"{AXOLOTL}micro_batch_size: 4\nrl: grpo\nvllm: {{gpu_memory_utilization: 0.3}}\n"
+    text += "trl: {use_vllm: true, num_generations: 4, max_completion_length: 128, beta: 0.04}\n"
+    config = read_text(text, "a.yml")
+    assert config.setup.rollout == Rollout(
+        num_generations=4, completion_tokens=128, generator="vllm", vllm_fraction=0.3, reference=True
+    )
+    assert [gap.field for gap in config.missing] == ["seq_len_tokens"]
+    assert (config.setup.objective, config.setup.trl_version) == ("grpo", "1.14")
+
+
+def test_a_row_that_ms_swift_packs_with_pairs_is_counted_as_one_that_fills_it() -> None:
+    setup = read_text(SWIFT.format("rlhf --rlhf_type dpo --packing true"), "run.sh").setup
+    assert (setup.seq_len_tokens, setup.packing) == (256, False)

@@ -762,16 +762,21 @@ REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
         OF_OBJECTIVE.format(word) for word in ("method: simpo", "task: rlhf_alignment", "stage: classification")
     )),
     (ConfigError, "no config of a known tool", "two.yaml", ("a: 1\n---\nb: 2\n",)),
-    (NotPlanned, "trains GRPO .* with ms-swift", "run.sh", (f"{RLHF}--rlhf_type grpo",)),
-    (NotPlanned, "trains KTO .* with ms-swift", "run.sh", (f"{RLHF}--rlhf_type kto",)),
-    (NotPlanned, "trains DPO .* with ms-swift", "run.sh", (RLHF,)),
-    (NotPlanned, "trains classification .* with ms-swift", "run.sh", (
-        f"{OF_SWIFT}--task_type seq_cls --num_labels 2",
-    )),
-    (NotPlanned, "trains embedding .* with ms-swift", "run.sh", (f"{OF_SWIFT}--task_type embedding",)),
-    (NotPlanned, "trains reranking .* with ms-swift", "run.sh", (f"{OF_SWIFT}--task_type generative_reranker",)),
+    (NotPlanned, "rlhf_type grpo with a step of ms-swift's own", "run.sh", (f"{RLHF}--rlhf_type grpo",)),
+    (NotPlanned, "task_type embedding with a step", "run.sh", (f"{OF_SWIFT}--task_type embedding",)),
+    (NotPlanned, "task_type generative_reranker", "run.sh", (f"{OF_SWIFT}--task_type generative_reranker",)),
     (NotPlanned, r"reinforcement learning \(num_generations, reward_funcs\)", "grpo.yaml", (
         "model: Qwen/Qwen3-8B\ntrain_type: lora\nmax_length: 512\nnum_generations: 8\nreward_funcs: [accuracy]\n",
+    )),
+    (NotPlanned, "stage rm with a step of LLaMA-Factory's own", "a.yaml", (
+        "model_name_or_path: m\nstage: rm\ndo_train: true\nfinetuning_type: lora\n",
+    )),
+    (ConfigError, "pref_loss must be one of", "a.yaml", (
+        "model_name_or_path: m\nstage: dpo\npref_loss: cal_dpo\ndo_train: true\nfinetuning_type: lora\n",
+    )),
+    (NotPlanned, "rl: ebft with a step of Axolotl's own", "a.yml", ("base_model: m\nrl: ebft\nsequence_len: 64\n",)),
+    (NotPlanned, r"rl: grpo \(async_prefetch\)", "a.yml", (
+        "base_model: m\nrl: grpo\nsequence_len: 64\ntrl: {async_prefetch: true}\n",
     )),
 ]  # fmt: skip
 

@@ -6,12 +6,14 @@ from typing import Any
 from planner.core.errors import ConfigError, NotPlanned
 from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
+from planner.frameworks.readers.objectives import estimated, of_trainer, rollout_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, hybrid, with_cut_sequences, zero_stage
 from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
 from planner.memory.attention_kernels import default_attention, has_expert_stacks
 from planner.options.kernels import LIGER_LOSS, LIGER_PARTS
+from planner.options.objectives import OBJECTIVES
 from planner.options.precisions import PRECISIONS
 from planner.setup.allowed import XFORMERS
 
@@ -48,15 +50,7 @@ NOT_COUNTED = {
 def read(settings: Settings) -> ReadConfig:
     """The setup of an Axolotl config."""
     settings.note_unknown(versions.known_settings(FORMAT), AXOLOTL)
-    if settings.raw("rl") and settings.raw("rl") not in PAIRED:
-        raise NotPlanned(
-            f"{settings.name}: preference or reinforcement training (rl: {settings.raw('rl')}) is not planned",
-            hint="supervised fine-tuning, continued pretraining and rl: dpo are",
-        )
-    if settings.raw("kd_trainer"):
-        raise NotPlanned(f"{settings.name}: distillation (kd_trainer) is not planned", hint="supervised fine-tuning is")
-    if settings.raw("reward_model") or settings.raw("process_reward_model"):
-        raise NotPlanned(f"{settings.name}: reward models are not planned", hint="supervised fine-tuning is")
+    objective = _objective(settings)
     adapter = settings.raw("adapter")
     if adapter and adapter not in ADAPTERS:
         raise NotPlanned(f"{settings.name}: adapter {adapter!r} is not planned", hint="lora and qlora are")
@@ -74,12 +68,8 @@ def read(settings: Settings) -> ReadConfig:
         "loss": _loss(settings),
         **_method(settings),
     }
-    if settings.raw("rl"):
-        if settings.raw("dpo_use_liger_kernel"):
-            settings.approximate("Liger's DPO loss holds no logits: counted as if all were there")
-        fields |= {"objective": "dpo", "loss": "full", "packing": False}
-        fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
-        fields |= {"precomputed_reference": True} if settings.raw("precompute_ref_log_probs") else {}
+    if objective != "sft":
+        fields |= _of_objective(settings, fields, objective)
     fields["kernels"] = _kernels(settings, fields)
     fields["precision"] = _precision(settings, fields["method"])
     named = settings.raw("attn_implementation") == XFORMERS or settings.raw("xformers_attention") is True
@@ -114,8 +104,56 @@ def read(settings: Settings) -> ReadConfig:
     return config(AXOLOTL, settings, fields, dataset=dataset, reentrant=_reentrant(settings, fields))
 
 
-PAIRED = ("dpo", "ipo")
-"""Values of `rl` that run TRL's DPOTrainer."""
+OF_RL = {
+    **dict.fromkeys(("dpo", "ipo"), "dpo"), **dict.fromkeys(("orpo", "simpo"), "orpo"), "kto": "kto",
+    **dict.fromkeys(("grpo", "gdpo"), "grpo"),
+}  # fmt: skip
+"""Value of `rl` -> the objective whose trainer of TRL it subclasses.
+
+Source: axolotl-ai-cloud/axolotl@067b021c core/builders/rl.py, core/trainers/trl.py. TRL 1.16's CPOTrainer, SimPO's, has
+the same concatenated_forward and get_batch_logps as ORPOTrainer.
+"""
+TRL = (1, 14)
+"""The TRL that Axolotl 0.21 pins."""
+
+
+def _objective(settings: Settings) -> str:
+    kind, name = settings.raw("rl"), settings.name
+    if settings.raw("kd_trainer"):
+        raise estimated(name, "distillation (kd_trainer)", "Axolotl")
+    if settings.raw("process_reward_model"):
+        raise estimated(name, "process rewards (process_reward_model)", "Axolotl", "reward")
+    if settings.raw("reward_model"):
+        return "reward"
+    if kind and (kind not in OF_RL or settings.raw("trainer_cls")):
+        raise estimated(name, f"rl: {kind}", "Axolotl", OF_RL.get(kind, ""))
+    of_trl = settings.block("trl") if kind else settings
+    if other := next(filter(of_trl.raw, ("use_data_producer", "async_prefetch", "rollout_func")), ""):
+        raise estimated(name, f"rl: {kind} ({other})", "Axolotl", OF_RL[kind])
+    return OF_RL.get(kind, "sft")
+
+
+def _of_objective(settings: Settings, fields: Mapping[str, Any], objective: str) -> dict[str, Any]:
+    """The fields of another objective than supervised training."""
+    for key in ("dpo_use_liger_kernel", "use_liger_loss"):
+        if settings.raw(key) or settings.block("trl").raw(key):
+            settings.approximate("Liger's loss of this objective holds no logits: counted as if all were there")
+    counted, version = "", ""
+    if objective == "kto":
+        counted, version = "KTO's whole logits in TRL 1.14, which Axolotl runs, are counted as TRL 1.5's", "1.5"
+    elif settings.raw("rl") == "simpo":
+        counted = "SimPO is counted as ORPO, whose step in TRL keeps the same logits"
+    elif objective == "grpo":
+        version = ".".join(map(str, TRL))
+    more = of_trainer(settings, fields, objective, version=version, counted=counted)
+    if settings.raw("precompute_ref_log_probs") and OBJECTIVES[objective].reference:
+        more["precomputed_reference"] = True
+    if objective == "grpo":
+        given = {"vllm_gpu_memory_utilization": settings.block("vllm").raw("gpu_memory_utilization", 0.9)}
+        given |= {"beta": settings.raw("rl_beta")} | settings.mapping("trl")
+        rolled = settings.blocks["rollout"] = Settings(given, settings.name, settings.outside)
+        more |= rollout_fields(rolled, {**fields, **more}, objective, TRL)
+    return more
 
 
 def _method(settings: Settings) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from planner.core.errors import NotATraining, NotPlanned
+from planner.core.errors import NotATraining
 from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
+from planner.frameworks.readers.objectives import estimated, of_trainer
 from planner.frameworks.readers.sharding import Layout, fsdp, parallel_of, zero_stage
 from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
@@ -15,8 +16,11 @@ from planner.options.objectives import OBJECTIVES
 FORMAT = "llamafactory"
 PROGRAMS = ("src/train.py", "src/train_bash.py")
 """Its own program, which a checkout launches by its path."""
-PREFERENCES = {**dict.fromkeys(("sigmoid", "hinge", "ipo", "kto_pair"), "dpo"), "orpo": "orpo"}
-"""Values of `pref_loss` at stage dpo -> the objective whose step it is."""
+PREFERENCES = {
+    **dict.fromkeys(("sigmoid", "hinge", "ipo", "kto_pair"), "dpo"), **dict.fromkeys(("orpo", "simpo"), "orpo"),
+}  # fmt: skip
+"""Values of `pref_loss` at stage dpo -> the objective whose step it is (SimPO's keeps what ORPO's does: LLaMA-Factory
+0.9.5 train/dpo/trainer.py)."""
 PICTURES = ("image_max_pixels", "image_min_pixels", "image_resolution", "video_max_pixels")
 ENCODER = "freeze_vision_tower"
 """Keeps the encoder frozen, and its matrices out of `lora_target: all`.
@@ -24,6 +28,8 @@ ENCODER = "freeze_vision_tower"
 Source: LLaMA-Factory 0.9.5 hparams/finetuning_args.py, model/model_utils/misc.py find_all_linear_modules,
 data/collator.py (a blank picture where a batch has none).
 """
+KTO = "LLaMA-Factory's KTO is counted as TRL 0.14's, which takes log-probabilities of all logits too"
+"""Source: LLaMA-Factory 0.9.5 train/kto/trainer.py forward, train/trainer_utils.py get_batch_logps."""
 READ_ATTENTIONS = {word: kind for kind, word in ATTENTIONS.items()} | {"auto": "sdpa", "fa3": "flash-attention-2"}
 NOT_COUNTED = {
     "use_galore": UpperBound("GaLore's projected optimizer states are counted as AdamW's", *TRAINED),
@@ -68,9 +74,9 @@ def read(settings: Settings) -> ReadConfig:
     if not OBJECTIVES[objective].supervised:
         if liger:
             settings.approximate("Liger's kernels in preference training are not counted")
-        fields |= {"loss": "full", "kernels": "eager", "packing": False}
-        fields |= {"lora_dropout": 0.0} if fields["method"] != "full" else {}
-    if objective == "dpo" and fields["method"] == "full":
+        as_counted = {"version": "0.14", "counted": KTO} if objective == "kto" else {}
+        fields |= of_trainer(settings, fields, objective, **as_counted) | {"kernels": "eager"}
+    if OBJECTIVES[objective].reference and fields["method"] == "full":
         settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
     layout: Layout = {"parallel": "none"}
     if settings.raw("fsdp"):
@@ -99,13 +105,16 @@ def _objective(settings: Settings) -> str:
         raise NotATraining(
             f"{settings.name}: do_train is not true: not a training config", hint="give the config of a training"
         )
-    pairs = PREFERENCES.get(settings.text("pref_loss", "sigmoid"), "") if stage == "dpo" else ""
-    objective = {"sft": "sft", "pt": "pretrain"}.get(stage, pairs)
-    if not objective:
-        raise NotPlanned(
-            f"{settings.name}: stage {stage} (preference or reward training) is not planned",
-            hint="stages sft, pt and dpo are",
-        )
+    if stage == "dpo":
+        loss = settings.text("pref_loss", "sigmoid")
+        if loss not in PREFERENCES:
+            raise settings.error("pref_loss", f"one of {', '.join(PREFERENCES)}", loss)
+        if loss == "simpo":
+            settings.approximate("SimPO is counted as ORPO, whose step in LLaMA-Factory keeps the same logits")
+        return PREFERENCES[loss]
+    objective = {"sft": "sft", "pt": "pretrain", "kto": "kto"}.get(stage, "")
+    if not objective:  # rm: whole logits, in fp32 too, and every layer's output (AutoModelForCausalLMWithValueHead)
+        raise estimated(settings.name, f"stage {stage}", "LLaMA-Factory", "reward" if stage == "rm" else stage)
     return objective
 
 

@@ -194,6 +194,36 @@ def of_own(values: Mapping[str, Any], name: str, texts: Iterable[str]) -> tuple[
     return objective, certain
 
 
+def of_trainer(
+    settings: Settings, fields: Mapping[str, Any], objective: str, *, version: str = "", counted: str = ""
+) -> dict[str, Any]:
+    """The fields of a step of whole logits that a tool runs with TRL's trainer of an objective, or with one made after
+    it: unpacked, and where it scores answers without dropout.
+
+    Args:
+        version: TRL's, whose parts of whole logits are counted; counted: how that differs from the tool's, for people.
+    """
+    if counted:
+        settings.approximate(counted)
+    dropped = fields["method"] != "full" and not OBJECTIVES[objective].rolls_out and objective != "classification"
+    return {
+        "objective": objective, "loss": "full", "packing": False, "trl_version": version,
+        **({"lora_dropout": 0.0} if dropped else {}),
+    }  # fmt: skip
+
+
+def estimated(name: str, what: str, tool: str, objective: str = "") -> NotPlanned:
+    """A refusal of what a tool trains with a step of its own; the way on where another tool's is planned.
+
+    Args:
+        objective: the row of OBJECTIVES that is nearest.
+    """
+    row = OBJECTIVES.get(objective)
+    runs = "" if row is None else "TRL runs it" if row.trainer else "another library runs it"
+    hint = f"plan estimate MODEL --objective {objective} plans it as {runs}" if runs else TRACE
+    return NotPlanned(f"{name} trains {what} with a step of {tool}'s own: not planned", hint=hint)
+
+
 def rollout_fields(
     settings: Settings, fields: Mapping[str, Any], objective: str, version: tuple[int, ...]
 ) -> dict[str, Any]:
