@@ -553,12 +553,14 @@ def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) ->
     size = SIZE_BYTES[dtypes.table]
     rows = size * context.tokens * layer.mlp.num_active_experts * context.hidden
     residual = 2 * context.tokens * SIZE_BYTES[dtypes.residual] * context.hidden
+    recomputed = ((6 if dtypes.autocast else 3) * rows + residual) * (setup.checkpointing > 0)
+    if setup.parallel != "fsdp2":  # nothing of them is gathered or reduced
+        return (recomputed, 0), (residual - saved.fed + 3 * rows, 0), (0, 0)
     stacks = [linear.num_weights + linear.num_bias for linear in layer.linears if linear.is_stack]
     elements, ranks = sum(stacks), replicas(setup)
     experts = max(linear.num for linear in layer.linears if linear.is_stack)
     wide = elements // experts * -(-experts // ranks) * ranks * (SIZE_BYTES["fp32"] if dtypes.autocast else size)
     gradients = size * elements
-    recomputed = ((6 if dtypes.autocast else 3) * rows + residual) * (setup.checkpointing > 0)
     return (
         (recomputed, 0),
         (residual - saved.fed + gradients + max(3 * rows, size * max(stacks)), 0),

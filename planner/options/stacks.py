@@ -57,6 +57,7 @@ class Stack:
             until transformers 5.15.
         one_kernel_gelu: its own models compute GPT-2's GELU by `F.gelu(approximate="tanh")`.
         newest_transformers: version that the tool takes ("5.6"); "": today's.
+        deep_ep: it deals experts out by DeepEP, with all the rest whole on every GPU.
         own_models: its models are none of transformers', whose classes' limits are not theirs.
         selects_products: what its selective checkpointing keeps is every second product of matrices too.
         packs_rows: packed samples fill rows of the length asked for; elsewhere a micro-batch is one flattened row.
@@ -102,6 +103,7 @@ class Stack:
     evaluates_whole: bool = False
     one_kernel_gelu: bool = False
     newest_transformers: str = ""
+    deep_ep: bool = False
     own_models: bool = False
     selects_products: bool = False
     packs_rows: bool = False
@@ -340,13 +342,15 @@ _ROWS = (
         name="axolotl",
         title="Axolotl",
         expandable_segments=True,
+        deep_ep=True,
         one_root=True,
         widens_stacks=True,
         builds_encoders=True,
         source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf, utils/config/__init__.py normalize_config "
         "(is_multimodal, by the model's type), loaders/model.py _prepare_model_for_quantization, "
         "_convert_embedding_modules_dtype, monkeypatch/accelerate/fsdp2.py fsdp2_prepare_model (in the place of "
-        "accelerate's); peft 0.21 autocast_adapter_dtype, prepare_model_for_kbit_training",
+        "accelerate's), integrations/expert_parallel/plugin.py; peft 0.21 autocast_adapter_dtype, "
+        "prepare_model_for_kbit_training",
         **_TRAINER,
     ),
     Stack(

@@ -89,6 +89,8 @@ def _check_experts(setup: SetupValues) -> None:
     degree, name = setup.expert_degree, f"expert_degree {setup.expert_degree}"
     if degree == 1:
         return
+    if setup.parallel == "ddp" and setup.trainer.deep_ep and degree == setup.num_gpus:
+        return
     if setup.split_degree > 1 or setup.parallel != "fsdp2" or setup.fsdp_version != 2:
         raise SetupError(
             f"{name} is planned beside fsdp2 alone, nothing else split; got parallel {setup.parallel!r}",

@@ -296,7 +296,8 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
     @property
     def sharded_at_loading(self) -> bool:
         """Whether transformers shards the model while it loads (`DistributedConfig`), and Accelerate wraps nothing."""
-        return (self.tensor_degree > 1 and self.stream_degree == 1) or self.expert_degree > 1
+        experts = self.expert_degree > 1 and self.parallel == "fsdp2"
+        return (self.tensor_degree > 1 and self.stream_degree == 1) or experts
 
     @property
     def wide_stacks(self) -> bool:

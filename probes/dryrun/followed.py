@@ -11,6 +11,8 @@ def why_not_traced(setup: TrainSetup) -> str:
         return _why_no_pipeline(setup)
     if setup.parallel in ("device-map", "dp"):
         return "it does not follow one process that drives several GPUs (device_map, nn.DataParallel)"
+    if setup.expert_degree > 1 and setup.parallel != "fsdp2":
+        return "it runs transformers' own token dispatch, not DeepEP's"
     if setup.fsdp_version == 1:
         return "it runs PyTorch's FSDP2, not version 1"
     if setup.context_degree > 1 and not setup.uses_ring_attention:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from planner.core.errors import ConfigError, NotPlanned
+from planner.core.errors import ConfigError, NotPlanned, Undetermined
 from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.objectives import estimated, of_trainer, rollout_fields
@@ -88,6 +88,8 @@ def read(settings: Settings) -> ReadConfig:
         fields["adapter_dtype"] = "fp32"
     cuts = settings.first("context_parallel_size", "sequence_parallel_degree")
     fields |= device_map(settings, settings) or with_cut_sequences(settings, cuts, _parallel(settings), fields)
+    if fields.get("expert_degree", 1) > 1:
+        fields["stack"] = FORMAT  # which alone runs it beside whole copies
     if fields.get("parallel") == "fsdp2" and "context_degree" in fields:
         fields["attention"] = "sdpa"  # whose bytes its ring of flash attention keeps
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
@@ -330,10 +332,18 @@ def _mesh(settings: Settings) -> Layout:
     num_gpus = settings.outside.num_gpus
     names = ("dp_shard_size", "dp_replicate_size", "tensor_parallel_size", "context_parallel_size")
     shard, copies, tensor, context = (settings.integer(key, 1, at_least=1) for key in names)
-    if settings.integer("expert_parallel_size", 1, at_least=1) > 1:
-        settings.approximate(
-            "experts dealt out by DeepEP (expert_parallel_size), with all the rest on every GPU that shares them, are "
-            "counted as if FSDP2 sharded everything"
-        )
     tensor = tensor if num_gpus > 1 else 1
-    return hybrid(settings, num_gpus, shard=shard, copies=copies, tensor=tensor, context=context)
+    layout = hybrid(settings, num_gpus, shard=shard, copies=copies, tensor=tensor, context=context)
+    experts = settings.integer("expert_parallel_size", 1, at_least=1)
+    if experts == 1:
+        return layout
+    mesh = experts * shard * tensor * context  # 0.21 integrations/expert_parallel/plugin.py _resolve_ep_group
+    if mesh != num_gpus:
+        raise Undetermined(
+            f"{settings.name}: expert_parallel_size {experts} makes a mesh of {mesh} GPUs, of {num_gpus} in the run",
+            hint=f"say how many the run has: --gpus {mesh}",
+        )
+    if mesh == experts:
+        return {**layout, "expert_degree": experts}
+    settings.approximate("experts dealt out beside FSDP (expert_parallel_size) are counted as if it sharded everything")
+    return layout

@@ -296,7 +296,8 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
         settings.approximate("checkpoints in host memory under sharding are counted as if they stayed on the GPU")
         fields = {**fields, "activation_offload": False}
     whole = {**fields, "expert_degree": 1}
-    dealt_out = fields.get("method") == "full" and (_can_be(fields) or not _can_be(whole))
+    copied = fields.get("parallel") == "ddp"
+    dealt_out = (fields.get("method") == "full" or copied) and (_can_be(fields) or not _can_be(whole))
     if fields.get("expert_degree", 1) > 1 and not dealt_out:
         settings.approximate("experts dealt out over GPUs are counted here as if every GPU that shards held them all")
         fields = whole
@@ -616,7 +617,7 @@ def origins(
         stands = [name for name in (field.key, *field.older, *field.more) if written(values, name) is not None]
         if stands and stands[0] in lines:
             sources[field.of] = f"{file}:{lines[stands[0]]}"
-        elif not stands and field.of not in ("model", "num_gpus", "parallel"):
+        elif not stands and field.of not in ("model", "num_gpus", "parallel", "sync_each_batch"):
             sources[field.of] = default
     return sources
 

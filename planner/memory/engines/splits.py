@@ -141,7 +141,7 @@ def context_refuses(model: ModelSpec, setup: TrainSetup) -> str:
 def experts_refuse(model: ModelSpec, setup: TrainSetup) -> str:
     """Why no engine deals out this model's experts so; "" where one does, or none are dealt out."""
     degree = setup.expert_degree
-    if degree == 1:
+    if degree == 1 or setup.parallel == "ddp":  # DeepEP's, of setups that are read
         return ""
     if setup.method != "full":
         return (

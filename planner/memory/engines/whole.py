@@ -46,7 +46,10 @@ class _Whole(Engine):
         reached = trained.reached
         allocations = _whole(part, inner, setup, trained, reached, accumulated)
         if self.buckets:
-            allocations.append(gradient_allocation("DDP's buckets", trained.size_bytes))
+            # dealt-out experts are left out of them
+            dealt = part.model.num_expert_parallel_weights if setup.method == "full" else 0
+            in_buckets = trained.size_bytes - dealt * trained.outer_bytes
+            allocations.append(gradient_allocation("DDP's buckets", in_buckets))
         stepped = reached.largest if inner.trainer.steps_in_backward else None
         return RankState(
             part=part, setup=inner, trained=reached, local=reached, allocations=tuple(allocations), stepped=stepped

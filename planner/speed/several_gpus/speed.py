@@ -283,8 +283,9 @@ class LayoutProfile:
     def _notes(self) -> list[str]:
         if self._setup.expert_degree > 1:
             return [
-                "Nobody has published a speed of transformers' own exchange of tokens: it is counted at the links' "
-                "rate with balanced routing, the band is judgement. Fused kernels (DeepEP) are about twice as fast."
+                "Nobody has published a speed of experts dealt out as here: their exchange of tokens is counted at the "
+                "links' rate with balanced routing, the band is judgement. Fused kernels (DeepEP) are about twice as "
+                "fast."
             ]
         if self._setup.offload == "none":
             return []

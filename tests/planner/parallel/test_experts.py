@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from planner.core.errors import SetupError
+from planner.core.errors import SetupError, Undetermined
 from planner.frameworks.exporters import EXPORTERS, ExportRequest
 from planner.frameworks.hyperparameters import choose
 from planner.frameworks.readers import FileContext, read_text
+from planner.frameworks.readers.types import canonical
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of, why_not
@@ -171,7 +172,7 @@ def test_files_say_the_degree_and_are_read_back(target: str, fields: dict[str, A
     assert not launch.refused
     (file,) = [file for file in launch.files if "ep_size" in file.text or "expert_parallel_degree" in file.text]
     back = read_text(file.text, file.path, around=FileContext(num_gpus=setup.num_gpus, roots=(tmp_path,)))
-    assert back.setup.layout == setup.layout
+    assert canonical(back.setup).layout == setup.layout
     assert back.setup.parallel == "fsdp2"
     assert not [note for note in back.approximations if "expert" in note]
 
@@ -218,3 +219,23 @@ def test_a_layer_of_bare_parameters_alone_has_its_largest_gradient_in_its_stacks
     stacks = tuple(linear for linear in layer.linears if linear.module == "parameter")
     model = replace(MODEL, layer_kinds=(replace(layer, linears=stacks),))
     assert gathered_groups(model, _setup(1), 8).matrix == EXPERTS * EACH
+
+
+@pytest.mark.parametrize(
+    ("adapter", "gradients"), [("", True), ("adapter: lora\nlora_r: 8\nlora_target_linear: true\n", False)]
+)
+def test_deep_ep_deals_experts_out_beside_whole_copies_of_the_rest(adapter: str, gradients: bool) -> None:
+    model = loaded(MIXTURE)
+    text = f"base_model: {model.model_id}\nmicro_batch_size: 1\nsequence_len: 2048\nexpert_parallel_size: 4\n{adapter}"
+    setup = read_text(text, "a.yaml", model=model, around=FileContext(num_gpus=4)).setup
+    assert (setup.parallel, setup.expert_degree, why_not(model, setup)) == ("ddp", 4, "")
+    stacks = sum(
+        count * linear.num_weights for layer, count in model.layer_counts for linear in layer.linears if linear.is_stack
+    )
+    terms = rank_memories(model, H100, setup)[0].breakdown.terms
+    weights = sum(term.size_bytes for term in terms if term.category == "weights")
+    assert weights == pytest.approx(2 * (model.num_params - stacks * 3 / 4), rel=0.01)
+    buckets = sum(term.size_bytes for term in terms if term.name == "DDP's buckets")
+    assert not gradients or buckets == pytest.approx(2 * (model.num_params - stacks), rel=0.01)
+    with pytest.raises(Undetermined, match="mesh of 4 GPUs, of 1"):
+        read_text(text, "a.yaml", model=model)
