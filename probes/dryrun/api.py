@@ -27,7 +27,7 @@ from probes.dryrun.report import DryRunReport
 from probes.dryrun.rows import carried, shorter
 from probes.dryrun.startup import collection_paused
 
-VERSION = 24
+VERSION = 25
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
 MAX_TOKENS_IN_PIECES = 1 << 23

@@ -6,12 +6,19 @@ from typing import Any
 import torch
 
 from probes.dryrun.tracker import WORKSPACE, Args, Outputs, Temporaries
+from probes.stack.images import SEPARATE
 
 _FLOAT = 4
 
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+def _at_once(query: torch.Tensor) -> tuple[int, ...]:
+    """Sequences, heads, rows and head size of one call."""
+    shape = tuple(query.shape)
+    return (1, *shape[1:]) if shape in SEPARATE else shape
 
 
 def flash_backward(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iterable[int]:
@@ -21,7 +28,7 @@ def flash_backward(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> Iter
     Source: PyTorch 2.13 flash_attn/flash_api.cpp `mha_bwd` (softmax_d, dq_accum, dk_expanded, dv_expanded).
     """
     _, query, key = args[0], args[1], args[2]
-    seqs, heads, rows, head = query.shape
+    seqs, heads, rows, head = _at_once(query)
     kv_heads, columns = key.shape[1], key.shape[2]
     rows_rounded = _round_up(rows, 128)
     head_rounded = _round_up(head, 32) if head <= 128 else _round_up(head, 64)
@@ -40,7 +47,7 @@ def efficient_backward(args: Args, kwargs: dict[str, Any], outputs: Outputs) -> 
     16-bit input accumulates the query gradient, and key and value gradients where the head size is above 128.
     """
     query, key = args[1], args[2]
-    seqs, heads, rows, head = query.shape
+    seqs, heads, rows, head = _at_once(query)
     columns = key.shape[2]
     yield seqs * heads * _round_up(rows, 32) * _FLOAT
     if query.dtype is torch.float32:
