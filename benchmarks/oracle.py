@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measured import own_rows
-from benchmarks.shared import DATA, at_share, dry_run_row, loaded, rows_of, rows_so_far
+from benchmarks.shared import DATA, dry_run_row, loaded, percentile, rows_of, rows_so_far
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of
@@ -164,9 +164,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 def _line(name: str, errors: list[float]) -> list[str]:
     if not errors:
         return []
-    middle, worst = statistics.median(map(abs, errors)), at_share(errors, 1)
+    sizes = list(map(abs, errors))
+    middle, p95, worst = statistics.median(sizes), percentile(sizes, 0.95), max(sizes)
     return [
-        f"{name:42} n {len(errors):4}  median {middle:.4%}  95th {at_share(errors):.3%}  worst {worst:.2%}  "
+        f"{name:42} n {len(errors):4}  median {middle:.4%}  95th {p95:.3%}  worst {worst:.2%}  "
         f"lowest {min(errors):+.2%}"
     ]
 

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.layout_formula_vs_dryrun import GPU, measure, strategy_of
-from benchmarks.shared import DATA, at_share, collect, loaded, rows_of
+from benchmarks.shared import DATA, collect, loaded, percentile, rows_of
 from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
 from planner.memory import ranks
@@ -130,7 +130,7 @@ def table(named_errors: list[tuple[str, dict[str, Any]]], worst: int = 5) -> str
         for level in ("profile", "closed forms"):
             off = [by_level[level] for by_level in of_group]
             middle = statistics.median(map(abs, off))
-            cells = f"{middle:.4%} | {at_share(off):.2%} | {min(off):+.2%} | {max(off):+.2%}"
+            cells = f"{middle:.4%} | {percentile(map(abs, off), 0.95):.2%} | {min(off):+.2%} | {max(off):+.2%}"
             lines.append(f"| {group} | {len(of_group)} | {level} | {cells} |")
     allocated = [by_level for name, by_level in named_errors if name.endswith("allocated")]
     for by_level in sorted(allocated, key=lambda point: -abs(point["profile"]))[:worst]:

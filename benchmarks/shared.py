@@ -54,12 +54,6 @@ def marked(page: Path, script: str, text: str | None = None) -> str:
     return now if text is None else text
 
 
-def at_share(values: Iterable[float], share: float = 0.95) -> float:
-    """The size that so large a share of the sizes stay below."""
-    ordered = sorted(map(abs, values))
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def percentile(values: Iterable[float], fraction: float) -> float:
     """Nearest rank: the smallest value with at least `fraction` of all at or below it.
 
@@ -76,7 +70,7 @@ def error_table(group: str, errors: Mapping[str, Sequence[float]]) -> list[str]:
     """Errors by name, in `ERROR_COLUMNS`."""
     lines = [f"| {group} | {ERROR_COLUMNS}"]
     for name, values in sorted(errors.items()):
-        cells = " | ".join(f"{100 * at_share(values, share):.2f} %" for share in (0.5, 0.9, 0.95, 1.0))
+        cells = " | ".join(f"{100 * percentile(map(abs, values), share):.2f} %" for share in (0.5, 0.9, 0.95, 1.0))
         lines.append(f"| {name} | {len(values)} | {cells} | {100 * statistics.fmean(values):+.2f} % |")
     return [*lines, ""]
 

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shared import DATA, at_share, rows_of, rows_so_far
+from benchmarks.shared import DATA, percentile, rows_of, rows_so_far
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -110,7 +110,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         cells = []
         for level in ("program_s", "formula_s"):
             errors = [abs(row[level] / row["run_s"] - 1) for row in selected]
-            figures = (statistics.median(errors), at_share(errors), max(errors))
+            figures = (statistics.median(errors), percentile(map(abs, errors), 0.95), max(errors))
             cells += [f"{100 * figure:.2f} %" for figure in figures]
         lines.append(f"| {name:34} | {len(selected)} | {' | '.join(cells)} |")
     worst = sorted(rows, key=lambda row: -abs(row["program_s"] / row["run_s"] - 1))[:8]

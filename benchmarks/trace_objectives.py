@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import shared
-from benchmarks.shared import at_share
+from benchmarks.shared import percentile
 from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
 from planner.hardware.gpus import find_gpu
 from planner.models.families import spec_from_config
@@ -140,7 +140,7 @@ def summary(rows: dict[str, Any]) -> list[str]:
         if errors:
             lines.append(
                 f"{words}: {len(errors)} cells, median {100 * statistics.median(errors):.2f} %, "
-                f"95th percentile {100 * at_share(errors):.2f} %, worst {100 * max(errors):.2f} %"
+                f"95th percentile {100 * percentile(map(abs, errors), 0.95):.2f} %, worst {100 * max(errors):.2f} %"
             )
     return lines
 
