@@ -106,6 +106,20 @@ def test_words_of_the_command_line_replace_defaults() -> None:
     assert (given.setup.method, given.setup.micro_batch_seqs, given.setup.lora_rank) == ("lora", 2, 32)
 
 
+def test_a_word_of_the_programs_own_class_is_none_of_a_librarys() -> None:
+    """`max_seq_length`, which SFTConfig itself took until TRL 0.19."""
+    script = (
+        "from dataclasses import dataclass\nfrom transformers import HfArgumentParser\n"
+        "@dataclass\nclass Words:\n    max_seq_length: int = 512\n"
+        "mine, args = HfArgumentParser((Words, SFTConfig)).parse_args_into_dataclasses()\n"
+        'model = AutoModelForCausalLM.from_pretrained("gpt2", dtype="bfloat16")\n'
+        "args.max_length = mine.max_seq_length\nSFTTrainer(model, args=args).train()\n"
+    )
+    config = read(script, arguments=("--max_seq_length", "2048"))
+    assert (config.setup.seq_len_tokens, config.setup.checkpointing) == (2048, 1)
+    assert not any("0.19" in assumption for assumption in config.assumptions)
+
+
 def test_settings_of_a_parser_of_dataclasses_come_from_the_command_line() -> None:
     script = (
         "from transformers import HfArgumentParser\n"

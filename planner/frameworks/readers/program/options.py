@@ -402,12 +402,13 @@ def _dataclasses(reader: Reading, owner: CallResult, made: CallResult) -> Value:
         words |= on_command_line(reader.outside.arguments)
         more = "" if reader.outside.arguments is not None else f"{made.where}: settings come from the command line"
     values: list[Value] = []
+    # Two classes that share an option do not start: a word of the program's own class is none of a library's.
+    owned = {key for kind in classes or [] if isinstance(kind, Class) and not kind.base for key in kind.fields}
+    of_libraries = {key: value for key, value in words.items() if key not in owned or made.name in OF_FILES}
     for kind in classes or []:
         if isinstance(kind, Class):
             keywords = {key: value for key, value in words.items() if key in kind.fields}
-            value = reader.instance(
-                kind, CallResult(kind.name, keywords=dict(keywords) if not kind.base else dict(words))
-            )
+            value = reader.instance(kind, CallResult(kind.name, keywords=dict(of_libraries if kind.base else keywords)))
             if isinstance(value, Instance):
                 for key in kind.fields:
                     if key not in words and more and isinstance(value.attributes.get(key), Constant):
@@ -417,7 +418,7 @@ def _dataclasses(reader: Reading, owner: CallResult, made: CallResult) -> Value:
                 value.more = more
             values.append(value)
         elif isinstance(kind, ImportedName):
-            library = CallResult(kind.name, keywords=dict(words), where=made.where, more=more)
+            library = CallResult(kind.name, keywords=dict(of_libraries), where=made.where, more=more)
             reader.program.calls.append(library)
             values.append(library)
         else:
