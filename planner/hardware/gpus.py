@@ -22,8 +22,10 @@ from planner.core import plugins
 from planner.core.errors import ConfigError, EnvironmentProblem, UnknownGpuError, UsageError
 from planner.core.shipped import DATA
 from planner.core.units import GIB, MIB
+from planner.hardware import mig
 from planner.hardware.driver import VISIBLE, SeenGpu, device_index, nvml, seen_gpu, visible_names
 from planner.hardware.gpu import GpuSpec
+from planner.hardware.instances import cards_of
 
 MAX_NAME = 200
 _COUNT = r"[1-9]\d{0,2}"
@@ -324,20 +326,59 @@ def find_gpus(name: str) -> tuple[GpuSpec, int | None]:
         return local_gpu(), num
     if text in _rows():
         return _gpu(text), num
+    if profile := mig.PROFILE.search(text):
+        return _slice_named(text, profile), num
     from planner.hardware.described import described_gpu, is_description  # late: a key needs none of it
 
     return described_gpu(text, _less_reserve) if is_description(text) else _named(text), num
 
 
+def _slice_named(text: str, profile: re.Match[str]) -> GpuSpec:
+    """The MIG slice of a card that a name holds: "A100 80GB 1g.10gb", "NVIDIA A100-SXM4-80GB MIG 1g.10gb".
+
+    Raises:
+        UnknownGpuError: no card, or one that has no such slice.
+    """
+    parts, size, whole = int(profile[1]), int(profile[2]), mig.PROFILE.sub(" ", text).strip(" -_")
+    sized = whole in _rows() or _MEMORY.search(whole) is not None
+    for share in mig.SHARES[parts]:
+        with suppress(UnknownGpuError):
+            spec = _named(whole if sized else f"{whole} {size / share:g}GB")
+            nominal = _marketed_gib(_rows()[spec.key])[0]
+            if mig.can_be_sliced(spec) and abs(size / share / nominal - 1) <= SIZE_TOLERANCE_FRACTION:
+                break
+    else:
+        raise UnknownGpuError(
+            f"no card of the table has the MIG slice {text!r:.60}",
+            hint='name the card, then its profile: --gpu "A100 80GB 1g.10gb"; `plan gpus` lists the cards',
+        )
+    assert spec.sm_count is not None
+    assert spec.compute_capability is not None
+    total = int(mig.LEFT[share] * min(size, share * nominal) * GIB)
+    num_sms = mig.num_sms(parts, spec.sm_count, spec.compute_capability)
+    sliced = _slice(spec, SeenGpu(name=spec.name, total_bytes=total, used_bytes=0, num_sms=num_sms, share=share))
+    memory_bytes, basis = _less_reserve(total / GIB)
+    word = f"{parts}g.{size}gb"
+    return replace(
+        sliced,
+        key=f"{spec.key}-mig-{word}",
+        name=f"{spec.name} MIG {word}",
+        memory_bytes=memory_bytes,
+        memory_basis=f"MIG profile, {basis}",
+    )
+
+
 def split_count(name: str) -> tuple[int | None, str]:
-    """(how many cards a name asks for, the card): (8, "H100") of "8xH100", (None, "rtx-4090") of "rtx-4090"."""
+    """(how many cards a name asks for, the card): (8, "H100") of "8xH100", (None, "rtx-4090") of "rtx-4090",
+    (4, "a10g") of "g5.12xlarge"."""
     if not isinstance(name, str):  # of a caller in Python
         raise UnknownGpuError(f"a GPU is named by a string, got {name!r:.60}", hint="for example rtx-4090")
     text = name.strip()
     if text in _rows() or text.lower() == LOCAL:
         return None, text
-
-    return counted(text)
+    num, card = counted(text)
+    machine = cards_of(card)
+    return (num, card) if machine is None else ((num or 1) * machine[0], machine[1])
 
 
 def card_and_count(gpu: str, gpus: int | None) -> tuple[str, int | None]:

@@ -4,6 +4,7 @@ import csv
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import planner.hardware.gpus as gpus
 from planner.core.errors import EnvironmentProblem, UnknownGpuError, UsageError
 from planner.core.units import GIB, MIB
+from planner.hardware import instances
 from planner.hardware.cluster import links
 from planner.hardware.prices import all_prices, cluster_offer, keys_on_demand, price_per_hour
 from tests.fake_nvml import Card, nvml_module
@@ -415,6 +417,54 @@ def test_what_nvidia_smi_leaves_out_is_said(monkeypatch: pytest.MonkeyPatch, sho
     with pytest.raises(EnvironmentProblem, match="nothing of its") as error:
         gpus.local_gpu()
     assert "nvidia-ml-py" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "gib", "sms", "memory_share"),
+    [
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100-40gb-mig-1g.5gb", 4.75, 14, 1 / 8),
+        ("a100-40gb 1g.10gb", "a100-40gb-mig-1g.10gb", 9.75, 14, 1 / 4),
+        ("A100 3g.40gb", "a100-80gb-mig-3g.40gb", 39.25, 42, 1 / 2),
+        ("H100 1g.10gb", "h100-sxm-mig-1g.10gb", 9.5, 16, 1 / 8),
+        ("A30 2g.12gb", "a30-mig-2g.12gb", 11.77, 28, 1 / 2),
+    ],
+)
+def test_a_mig_slice_is_planned_by_its_name(name: str, key: str, gib: float, sms: int, memory_share: float) -> None:
+    """Golden: memory and multiprocessors of `nvidia-smi mig -lgip` (MIG User Guide). Before: "3g" was 3 GB."""
+    spec = gpus.find_gpu(name)
+    whole = gpus.find_gpu(key.partition("-mig-")[0])
+    assert (spec.key, spec.sm_count) == (key, sms)
+    assert spec.memory_bytes == pytest.approx(gib * GIB - 410 * MIB, rel=0.005)
+    assert spec.memory_bandwidth_bytes_per_s == pytest.approx(whole.memory_bandwidth_bytes_per_s * memory_share)
+    assert spec.bf16_flops_per_s == pytest.approx(whole.bf16_flops_per_s * sms / whole.sm_count)
+    assert gpus.find_gpu(key) == replace(spec, taken_as="")
+
+
+@pytest.mark.parametrize(
+    ("name", "num", "key"),
+    [
+        ("g5.xlarge", 1, "a10g"),
+        ("ml.g5.12xlarge", 4, "a10g"),
+        ("2 x p5.48xlarge", 16, "h100-sxm"),
+        ("a2-highgpu-1g", 1, "a100-40gb"),
+        ("Standard_NC24ads_A100_v4", 1, "a100-80gb-pcie"),
+        ("ND96isr_H100_v5", 8, "h100-sxm"),
+    ],
+)
+def test_a_rented_machine_is_its_cards(name: str, num: int, key: str) -> None:
+    card, asked = gpus.find_gpus(name)
+    assert (card.key, asked) == (key, num)
+    assert gpus.card_and_count(name, None) == (key, num)
+
+
+def test_every_instance_has_cards_of_the_table() -> None:
+    assert {key for _, key in instances._instances().values()} <= {row["key"] for row in TABLE}
+
+
+@pytest.mark.parametrize("name", ["1g.10gb", "T4 1g.2gb", "A100 80GB 3g.20gb", "H100 9g.90gb"])
+def test_a_slice_that_no_card_has_is_an_error(name: str) -> None:
+    with pytest.raises(UnknownGpuError):
+        gpus.find_gpu(name)
 
 
 def test_local_gpu_leaves_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
