@@ -135,13 +135,18 @@ CLAMPS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})
 """Source: transformers 5.23 Gemma3nTextAltUp.predict; the dry run ends there with bitsandbytes' layers."""
 
 
+def quantizes(model: ModelSpec) -> bool:
+    """Whether bitsandbytes finds a matrix to quantize in transformers' class of a model."""
+    return any(linear.quantizes for layer in model.layer_kinds for linear in layer.linears)
+
+
 def stored_refusal(setup: TrainSetup, model: ModelSpec | None) -> str:
     """Why a setup cannot train the published checkpoint, "" where it can."""
     if model is None:
         return ""
     if setup.quantized and model.model_type in CLAMPS_WEIGHTS:
         return f"{model.model_type} clamps weights in place while it trains (AltUp), which packed ones cannot be"
-    if setup.quantized and not any(linear.quantizes for layer in model.layer_kinds for linear in layer.linears):
+    if setup.quantized and not setup.trainer.own_models and not quantizes(model):
         return f"transformers quantizes no matrix of {model.model_type}, whose layers are no plain nn.Linear: use lora"
     converted = setup.stack == "unsloth" and setup.quantize_experts
     if setup.quantized and dequantizing_class(model) and not converted:

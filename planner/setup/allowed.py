@@ -64,8 +64,10 @@ def _check_context(setup: SetupValues) -> None:
     if degree == 1:
         return
     if setup.tensor_degree * setup.pipeline_degree > 1 or setup.parallel not in SHARDED:
+        others = {"tensor_degree": setup.tensor_degree, "pipeline_degree": setup.pipeline_degree}
+        cut = "".join(f", {other} {number}" for other, number in others.items() if number > 1)
         raise SetupError(
-            f"{name} is planned beside {', '.join(SHARDED)} alone, got parallel {setup.parallel!r}",
+            f"{name} is planned beside {', '.join(SHARDED)} alone, got parallel {setup.parallel!r}{cut}",
             hint="use --parallel fsdp2 (a ring of keys and values) or zero3 (Ulysses)",
         )
     attentions = ("sdpa",) if setup.uses_ring_attention else ("sdpa", "flash-attention-2")

@@ -11,6 +11,7 @@ from planner.frameworks.readers.program.interpret import run
 from planner.frameworks.readers.program.reading import ProgramContext
 from planner.frameworks.readers.types import overrides, parse_sets
 from planner.hardware.gpus import find_gpu
+from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.models.stored import stored_refusal
 from planner.models.targets import num_lora_params
@@ -700,6 +701,29 @@ def test_a_loss_of_torchtune_that_cuts_all_logits_has_them_all(named: str, loss:
     assert any("rotary tables in every layer" in approximation for approximation in config.approximations)
 
 
+def test_what_a_recipe_of_torchtune_trains_is_not_read_in_its_name() -> None:
+    text = "model: {_component_: torchtune.models.llama3_2.llama3_2_3b}\ntokenizer: {max_seq_len: 64}\n"
+    text += "loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}\n"
+    assert read_text(text, "3B_sft_for_grpo.yaml").setup.objective == "sft"
+
+
+def test_litgpts_adapters_of_queries_are_on_the_models_own_fused_matrix() -> None:
+    text = "checkpoint_dir: checkpoints/tiiuae/falcon-7b\nquantize: bnb.nf4\nlora_r: 8\nlora_mlp: true\n"
+    config = read_text(text + "train: {max_seq_length: 512}\n", "qlora.yaml", model=catalogue.load("tiiuae/falcon-7b"))
+    assert config.setup.lora_targets == ("query_key_value", "dense_h_to_4h", "dense_4h_to_h")
+    assert stored_refusal(config.setup, catalogue.load("tiiuae/falcon-7b")) == ""
+    assert any("fused" in text for text in config.approximations)
+
+
+@pytest.mark.parametrize("program", ["swift/cli/sft.py", "/opt/ms-swift/swift/cli/rlhf.py"])
+def test_ms_swifts_own_program_is_read_by_its_words(program: str) -> None:
+    """An empty continued line is one in bash, too."""
+    text = f"torchrun --nproc_per_node=2 {program} \\\n    --model m \\\n     \\\n    --max_length 64\n"
+    setup = read_text(text, "run.sh").setup
+    assert (setup.num_gpus, setup.parallel, setup.seq_len_tokens) == (2, "ddp", 64)
+    assert setup.objective == ("dpo" if "rlhf" in program else "sft")
+
+
 def test_a_built_in_recipe_of_torchtune_says_how_to_write_it_out() -> None:
     with pytest.raises(ConfigError) as raised:
         read_text("tune run lora_finetune_single_device --config llama3_1/8B_lora\n", "run.sh")
@@ -741,6 +765,20 @@ REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
         "dpo: {max_num_epochs: 1}\npolicy: {model_name: m}\ncluster: {}\n",
     )),
     (NotPlanned, "NeMo AutoModel", "conf.yaml", ("model: {_target_: m}\nstep_scheduler: {local_batch_size: 4}\n",)),
+    (NotPlanned, "litgpt's pretraining", "conf.yaml", (
+        "model_name: pythia-14m\nmodel_config:\ninitial_checkpoint_dir:\ntrain: {micro_batch_size: 4}\n",
+    )),
+    (NotPlanned, "a config of xtuner", "internlm_7b_qlora_e3.py", (
+        "from xtuner.engine.runner import TrainLoop\ntrain_cfg = dict(type=TrainLoop, max_epochs=3)\n",
+    )),
+    (NotPlanned, r"fine-tuning \(qat\)", "8B_full.yaml", (
+        "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\nloss: {_component_: m.LinearCrossEntropyLoss}\n"
+        "quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer}\n",
+    )),
+    (ConfigError, "tensor_degree 2", "run.sh", (
+        f"NPROC_PER_NODE=4 {OF_SWIFT}--max_length 64 --deepspeed zero2 --deepspeed_autotp_size 2 "
+        "--sequence_parallel_size 2",
+    )),
     (NotPlanned, "Firefly", "conf.yaml", (
         "model_name_or_path: m\ntrain_file: x\ntrain_mode: qlora\nmax_seq_length: 64\n",
     )),

@@ -39,6 +39,7 @@ OTHER_TOOLS = {
     "prime-rl": {"orchestrator"},
     "verl's SFT": {"data", "model", "optim", "trainer"},
     "Megatron": {"tensor_model_parallel_size"},
+    "litgpt's pretraining": {"model_name", "model_config", "initial_checkpoint_dir"},
     "AutoTrain": {"task", "base_model", "project_name"},
     **{f"NeMo-RL ({algorithm})": {algorithm, "policy"} for algorithm in ("grpo", "sft", "dpo", "rm")},
     "MMEngine": {"train_dataloader", "optim_wrapper"},

@@ -119,6 +119,9 @@ class Launches:
             module = shell.flags(command.arguments).get("module")
             places = (f"torchtitan/{part}/{module}/config_registry.py" for part in ("models", "experiments"))
             target = next((place for place in places if inside.read_relative(place) is not None), target)
+        if target.endswith(swift.PROGRAMS):  # as torchrun starts it, on every node or process
+            kind = {"rlhf_type": swift.DEFAULT_RLHF} if target.endswith("rlhf.py") else {}
+            return self._of_flags(command, swift.FORMAT, inside, {**kind, **shell.flags(command.arguments)})
         of_factory = target.endswith(llamafactory.PROGRAMS)
         if of_factory and (reading := self._of_words(command, inside, (llamafactory.FORMAT,))):
             return reading

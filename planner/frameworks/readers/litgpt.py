@@ -6,9 +6,10 @@ from planner.core.errors import NotPlanned
 from planner.frameworks.readers import common
 from planner.frameworks.readers.common import config, settings_fields
 from planner.frameworks.readers.sharding import parallel_of
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.others import LITGPT
+from planner.models.stored import quantizes
 
 FORMAT = "litgpt"
 PRECISIONS = {"bf16-true": "bf16-pure", "16-true": "bf16-pure", "bf16-mixed": "bf16-mixed", "16-mixed": "fp16-mixed",
@@ -16,11 +17,13 @@ PRECISIONS = {"bf16-true": "bf16-pure", "16-true": "bf16-pure", "bf16-mixed": "b
 QUANTIZATIONS = {"bnb.nf4": "nf4", "bnb.nf4-dq": "nf4-double", "bnb.fp4": "nf4", "bnb.fp4-dq": "nf4-double",
                  "bnb.int8-training": "int8"}  # fmt: skip
 PARTS = {
-    "lora_query": ("q_proj", True),
-    "lora_key": ("k_proj", False),
-    "lora_value": ("v_proj", True),
-    "lora_projection": ("o_proj", False),
+    "lora_query": ("q", "q_proj", True),
+    "lora_key": ("k", "k_proj", False),
+    "lora_value": ("v", "v_proj", True),
+    "lora_projection": ("o", "o_proj", False),
 }
+"""Switch -> (role of the matrix, its usual name, whether it is on by itself)."""
+MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def read(settings: Settings) -> ReadConfig:
@@ -59,7 +62,22 @@ def _method(settings: Settings) -> dict[str, Any]:
         raise settings.error("quantize", f"one of {', '.join(QUANTIZATIONS)}", word)
     if not any(key.startswith("lora_") for key in settings.values):
         return {"method": "full", "quantization": "none", "lora_rank": 0}
-    targets = [target for key, (target, on) in PARTS.items() if settings.flag(key, on)]
-    if settings.flag("lora_mlp", False):
-        targets += ["gate_proj", "up_proj", "down_proj"]
-    return common.adapters(settings, LITGPT, QUANTIZATIONS.get(word, "none"), tuple(targets))
+    quantization = QUANTIZATIONS.get(word, "none")
+    if quantization != "none" and settings.model is not None and not quantizes(settings.model):
+        counted = f"litgpt quantizes its own {settings.model.model_type}: counted in 16 bits, as transformers' stays"
+        settings.approximate(UpperBound(counted, "weights"))
+    roles = {role: usual for key, (role, usual, on) in PARTS.items() if settings.flag(key, on)}
+    roles |= MLP if settings.flag("lora_mlp", False) else {}
+    return common.adapters(settings, LITGPT, quantization, _targets(settings, roles))
+
+
+def _targets(settings: Settings, roles: dict[str, str]) -> tuple[str, ...]:
+    """The matrices of these roles by the model's own names; litgpt adapts parts of a fused one, here all of it."""
+    if settings.model is None:
+        return tuple(roles.values())
+    linears = [linear for layer in settings.model.layer_kinds for linear in layer.linears]
+    fused = "qkv" if roles.keys() & {"q", "k", "v"} else ""
+    names = tuple(dict.fromkeys(linear.leaf for linear in linears if linear.role in (*roles, fused)))
+    if any(linear.role == fused for linear in linears) and not roles.keys() >= {"q", "k", "v"}:
+        settings.approximate("adapters on parts of a fused matrix of queries, keys and values are counted on all of it")
+    return names or tuple(roles.values())

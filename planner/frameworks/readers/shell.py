@@ -479,7 +479,7 @@ def _lines(text: str) -> Iterator[str]:
     for line in text.splitlines():  # a backslash at a comment's end continues nothing
         if line.lstrip()[:1] != "#" or (kept[-1:] and kept[-1].endswith("\\")):
             kept.append(line)
-    for line in re.sub(r"(?<![ \t])[ \t]*+\\\n[ \t]*+", " ", "\n".join(kept).rstrip("\\ \n")).splitlines():
+    for line in re.sub(r"(?<![ \t])(?:[ \t]*+\\\n[ \t]*+)++", " ", "\n".join(kept).rstrip("\\ \n")).splitlines():
         line = line if pending else line.strip().removeprefix("@")
         if not pending and (not line or line.startswith("#")):
             continue

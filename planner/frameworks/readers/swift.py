@@ -15,6 +15,8 @@ from planner.frameworks.tools.others import SWIFT
 from planner.options.objectives import OBJECTIVES
 
 FORMAT = "ms-swift"
+PROGRAMS = ("swift/cli/sft.py", "swift/cli/rlhf.py")
+"""Its own programs, which torchrun, DeepSpeed and Accelerate launch by their path."""
 MODELS = {"model", "model_id_or_path", "model_type"}
 OLD = ("sft_type", "model_id_or_path", "lora_dropout_p", "lora_target_modules")
 """Settings of ms-swift 2 (the older `swift sft`), which cuts at 2,048 tokens by itself and adapts attention alone.

@@ -34,7 +34,10 @@ def read(settings: Settings) -> ReadConfig:
     """
     name, num_gpus = settings.name, settings.outside.num_gpus
     loss = settings.block("loss").text("_component_", "")
-    other = of_recipe(FORMAT, (name.lower(), loss.lower(), *({*TEACHER, "quantizer"} & set(settings.values))))
+    named = () if loss else (name.lower(),)  # a name may say what comes after: 3B_sft_for_grpo
+    if "quantizer" in settings.values:
+        named = (*named, "quantizer", settings.block("quantizer").text("_component_", "").lower())
+    other = of_recipe(FORMAT, (*named, loss.lower(), *(TEACHER & set(settings.values))))
     if not other and loss and not loss.endswith(LOSSES):
         other = loss.rpartition(".")[2]
     if other:
@@ -54,8 +57,9 @@ def read(settings: Settings) -> ReadConfig:
     if settings.flag("enable_activation_offloading", False):
         settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
     block = settings.block("optimizer")
-    named = block.text("_component_", "torch.optim.AdamW")
-    fused, word = named == "torch.optim.AdamW" and block.flag("fused", False), OPTIMIZERS.get(named, named)
+    component = block.text("_component_", "torch.optim.AdamW")
+    fused = component == "torch.optim.AdamW" and block.flag("fused", False)
+    word = OPTIMIZERS.get(component, component)
     fields: dict[str, Any] = {
         "precision": "bf16-pure" if settings.text("dtype", "bf16") == "bf16" else "fp32",
         **settings_fields(settings, TORCHTUNE, "micro_batch_seqs", "accumulation_steps"),

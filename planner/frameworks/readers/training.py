@@ -256,6 +256,8 @@ def _refuse(program: Program, name: str) -> None:
     imports = {
         value.path.partition(".")[0] for value in program.module.names.values() if isinstance(value, ImportedName)
     }
+    if runner := next((title for package, title in OTHER_ENGINES.items() if package in imports), ""):
+        raise NotPlanned(f"{name} is a config of {runner}: not planned", hint="plan estimate takes a setup you name")
     other = next((title for package, title in OTHER_FRAMEWORKS.items() if package in imports), "")
     if other and (called & {"train", "fit", "grad", "value_and_grad"} or _TRAINS.search(name.lower())):
         raise NotPlanned(f"{name} trains with {other}: not planned, only PyTorch is", hint="give a program of PyTorch")
@@ -265,6 +267,8 @@ def _refuse(program: Program, name: str) -> None:
     )
 
 
+OTHER_ENGINES = {"xtuner": "xtuner", "mmengine": "MMEngine"}
+"""Packages whose configs are Python -> the engine."""
 OTHER_FRAMEWORKS = {
     "jax": "JAX", "flax": "JAX", "tensorflow": "TensorFlow", "keras": "Keras", "paddle": "PaddlePaddle",
     "paddlenlp": "PaddlePaddle", "mindspore": "MindSpore", "mlx": "MLX", "mlx_lm": "MLX",
