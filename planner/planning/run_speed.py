@@ -3,15 +3,17 @@
 from dataclasses import replace
 
 from planner.hardware.gpu import GpuSpec
+from planner.memory.rank_part import headed
 from planner.models.spec import ModelSpec
 from planner.options.optimizers import OPTIMIZERS
+from planner.planning.evidence.bands import time_band
 from planner.planning.predict import paged_overflow
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
-from planner.speed import speed_profile
 from planner.speed.host import Host, host_of
 from planner.speed.operators import Program
 from planner.speed.rates import card_band, card_rates
+from planner.speed.roofline import conditions_of, throughput_profile
 from planner.speed.timeline import Loop, RunTime, host_notes, loop_of, run_time
 
 
@@ -39,15 +41,17 @@ def with_run_speed(
     if program is None or setup.num_gpus > 1 or setup.objective_spec.rolls_out or travels or gpu.vendor != "NVIDIA":
         return prediction
     run = run_speed(program, gpu, setup)
-    formula = speed_profile(model, gpu, setup).step_time(setup)
-    mfu_fraction = formula.mfu_fraction * formula.step_time_s / run.step_s
+    headed_model = headed(model, setup.objective_spec.head)
+    formula = throughput_profile(headed_model, gpu, setup, conditions=conditions_of(setup))
+    flops = formula.flops(setup.micro_batch_seqs, setup.accumulation_steps)
+    mfu_fraction = formula.mfu_fraction(flops, run.step_s)
     if mfu_fraction > 1.0:  # no card is so fast: the run left out some of what the step needs
         return prediction
     return replace(
         prediction,
         step_time_s=run.step_s,
         tokens_per_s=setup.tokens_per_step / run.step_s,
-        time_band_fraction=max(run.band_fraction, card_band(gpu)),
+        time_band_fraction=max(formula.program_band(setup, max(run.band_fraction, card_band(gpu))), time_band(model)),
         mfu_fraction=mfu_fraction,
         time_parts_s=run.parts_s,
         notes=(*prediction.notes, *host_notes(run)),

@@ -484,7 +484,7 @@ class ProgramSpeed:
             flops=flops,
             mfu_fraction=self.formula.mfu_fraction(flops, step_s),
             tokens_per_s=setup.tokens_per_step / step_s,
-            band_fraction=max(run.band_fraction, card_band(self._gpu)),
+            band_fraction=self.formula.program_band(setup, max(run.band_fraction, card_band(self._gpu))),
             notes=(*self.formula.notes(), *host_notes(run)),
         )
 

@@ -35,8 +35,10 @@ _PART_OF_PHASE = {"loss": "loss", "step": "optimizer"}
 """Phases all of whose device time is one part."""
 
 BAND_FRACTION = 0.1
-"""Half-width of the speed's band beside what the host may differ: nine in ten of 48 runs on H200, A100 and L40 that no
-price was fitted to lie within 7 % (docs/accuracy/operators.md)."""
+"""Half-width of the speed's band beside what the host may differ: of 52 runs that no price was fitted to 49 lie within
+8 %, three on the H200 up to 11 (docs/accuracy/operators.md: the H200's 15, of Llama 3.2 1B, Qwen2.5 0.5B and Qwen3 8B
+under TRL; 33 on an A100 and 4 on an L40, Llama and Mistral of fms-acceleration). All are supervised training of
+decoders on text: for what else a step has `ThroughputProfile.program_band` is wider."""
 HOST_NOTE_FROM_FRACTION = 0.1
 """A step that waits for the host for more of its time says so: as much as the band."""
 _NEVER = float("-inf")

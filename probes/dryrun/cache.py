@@ -39,7 +39,7 @@ def default_directory() -> Path:
     return user_cache_path("finetune-planner") / "dry-run"
 
 
-PROGRAM = 3
+PROGRAM = 4
 """Of what is noted of a run's operators: raise it whenever that changes and its memory does not."""
 
 

@@ -18,6 +18,7 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict
 from planner.speed.operators import ISSUERS
 from planner.speed.prices import needed_flops
+from planner.speed.timeline import BAND_FRACTION
 from probes.dryrun import DryRunReport
 from tests.probes.dryrun_small import dried, reported
 from tests.whole import paired, some
@@ -64,6 +65,23 @@ def agreed(objective: str, changes: dict[str, Any]) -> DryRunReport:
 def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> None:
     report = agreed(objective, changes)
     assert report.depth < report.num_layers == 8  # the extra forwards repeat with the layers
+
+
+@pytest.mark.parametrize(
+    ("objective", "changes"),
+    [("dpo", {}), ("embedding", {"hard_negatives": 2}), ("embedding", {"hard_negatives": 1, "cached_seqs": 3})],
+)
+def test_formula_and_dry_run_agree_in_speed(objective: str, changes: dict[str, Any]) -> None:
+    """Within the narrower band; where nobody compared what a step does beside its layers, that is wide."""
+    model, card = spec_from_config(config_of(4), model_id="a copy", source="test"), find_gpu("a100-80gb")
+    fields = {"objective": objective, "method": "lora", "micro_batch_seqs": 8, "seq_len_tokens": 512, **changes}
+    setup = setup_from_dict(fields)
+    formula, dry = predict(model, card, setup), dried(model, card, setup, use_cache=False)
+    bands = formula.time_band_fraction, dry.time_band_fraction
+    apart = (dry.step_time_s or 0.0) / (formula.step_time_s or 1.0)
+    assert max(apart, 1 / apart) < 1 + min(band for band in bands if band)
+    if setup.extra_forwards:
+        assert (dry.time_band_fraction or 0.0) > 2 * BAND_FRACTION
 
 
 def test_a_gradient_cache_computes_all_pieces_and_one_forward_more() -> None:

@@ -22,6 +22,8 @@ UNCOMPARED_BAND = 0.5
 STREAMED_BAND = 1.1
 """Of experts that come from the host's memory: 1.6 and 2.1 times as long as said on links of half the rate taken
 (`python -m benchmarks.streamed_experts`)."""
+COMPARED_OBJECTIVES = {"dpo": "One run"}
+"""Llama 3.2 1B with LoRA on an H100 under TRL: dry run -0.9 %, formula +3.5 % (docs/accuracy/operators.md)."""
 HOST_SAID = 0.1
 """Share of a step that such a host would add from which it is said."""
 
@@ -232,6 +234,17 @@ class ThroughputProfile:
         beyond = max(0.0, gain - LARGEST_GAIN) if KERNELS[self._setup.kernels].parts else 0.0
         return self._band(unmeasured + beyond, other.band_fraction)
 
+    def program_band(self, setup: TrainSetup, compared: float) -> float:
+        """Half-width of the band where the setup's own operators are priced instead.
+
+        Args:
+            compared: that of such speeds where runs were compared: a decoder's supervised training on text, with and
+                without fused kernels.
+        """
+        parts = self.step_time(setup).parts_s
+        unmeasured = self._unmeasured_fraction(setup.micro_batch_seqs, setup.accumulation_steps, parts)
+        return max(compared + unmeasured, self._judged)
+
     def _unmeasured_fraction(self, seqs: int, steps: int, parts: Mapping[str, float]) -> float:
         """The share of a step that nobody has measured in a run of the setup's kind."""
         unmeasured = self._family.unmeasured_s(seqs) * steps + parts.get("generation", 0.0)
@@ -245,8 +258,14 @@ class ThroughputProfile:
         setup, speed = self._setup, self._speed
         card = speed.calibration.band_for(speed.gpu)
         band = speed_band(card, setup.kernels, speed.gpu.key, compiled=setup.compiled) + unmeasured
-        judged = STREAMED_BAND if setup.trainer.streams_experts else UNCOMPARED_BAND
-        return max(band, judged if setup.quantize_experts or setup.attention == FLEX else 0.0, slow_host)
+        return max(band, self._judged, slow_host)
+
+    @property
+    def _judged(self) -> float:
+        """The least band of what nobody has timed, by judgement."""
+        if not self._setup.quantize_experts and self._setup.attention != FLEX:
+            return 0.0
+        return STREAMED_BAND if self._setup.trainer.streams_experts else UNCOMPARED_BAND
 
     def _kernels_gain(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
         """How much faster than with eager kernels the setup is predicted to be, as a fraction; 0 for those."""
@@ -301,8 +320,9 @@ class ThroughputProfile:
                 "wider by all of it."
             )
         if not self._setup.objective_spec.supervised:
+            runs = COMPARED_OBJECTIVES.get(self._setup.objective, "No run")
             notes.append(
-                f"No run of {self._setup.objective_spec.title} has been compared in speed: its layers cost what they "
+                f"{runs} of {self._setup.objective_spec.title} has been compared in speed: its layers cost what they "
                 "cost in supervised training, and the band is wider by all of its loss and of its forwards without "
                 "gradients."
             )
