@@ -133,6 +133,11 @@ class Devices:
         return self.num_gpus == 1 and self.parallel == "none"
 
     @property
+    def num_processes(self) -> int:
+        """Processes that a launcher starts: one per GPU, except where one process drives all of them."""
+        return 1 if self.parallel in ("dp", "device-map") else self.num_gpus
+
+    @property
     def zero(self) -> bool:
         """Whether DeepSpeed's ZeRO shards it, at whichever stage."""
         return self.parallel in ZERO

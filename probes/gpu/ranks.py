@@ -1,4 +1,4 @@
-"""A job of several ranks seen from outside: how many processes a setup takes, and what went wrong in which of them.
+"""A job of several ranks seen from outside: what went wrong in which of them.
 
 No torch here: the runner decides from what the ranks and torchrun's agent told it.
 """
@@ -17,11 +17,6 @@ from probes.gpu.failures import classify_exit, is_peer_trouble
 
 _TERMINATED = -15
 """How the agent ends the ranks that are left once one has failed: says nothing about the rank."""
-
-
-def num_processes(setup: TrainSetup) -> int:
-    """Processes that a launcher starts for a setup: one per GPU, except where one process drives all of them."""
-    return 1 if setup.parallel in ("dp", "device-map") else setup.num_gpus
 
 
 def why_not_probed(setup: TrainSetup) -> str:

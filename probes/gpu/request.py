@@ -17,7 +17,6 @@ from planner.setup import TrainSetup
 from planner.setup.codec import decode
 from planner.setup.interchange import to_jsonable
 from planner.setup.outcome import SETTLED_FRACTION, Fidelity
-from probes.gpu.ranks import num_processes
 
 REQUEST_SCHEMA = 1
 
@@ -107,7 +106,7 @@ class ProbeRequest:
 
     @property
     def num_ranks(self) -> int:
-        return num_processes(self.setup)
+        return self.setup.num_processes
 
     @property
     def devices(self) -> tuple[str, ...]:

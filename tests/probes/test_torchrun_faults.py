@@ -16,7 +16,7 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.gpu import device, runner, watch
 from probes.gpu.environment import DeviceStatus
-from probes.gpu.ranks import RankInfo, RankReport, num_processes, rank_info_of, why_not_probed
+from probes.gpu.ranks import RankInfo, RankReport, rank_info_of, why_not_probed
 from probes.gpu.request import Limits, ProbeRequest
 
 pytestmark = pytest.mark.processes
@@ -232,8 +232,8 @@ def test_verdict_of_the_kernels_killer_and_of_a_watchdog() -> None:
 def test_seat_and_processes_of_a_setup() -> None:
     assert rank_info_of({}) == RankInfo()
     assert rank_info_of({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == RankInfo(rank=3, size=8, local_rank=1)
-    assert num_processes(TrainSetup(num_gpus=4, parallel="fsdp2")) == 4
-    assert num_processes(TrainSetup(num_gpus=4, parallel="device-map")) == 1
+    assert TrainSetup(num_gpus=4, parallel="fsdp2").num_processes == 4
+    assert TrainSetup(num_gpus=4, parallel="device-map").num_processes == 1
     for changes in ({"parallel": "dp"}, {"parallel": "device-map"}, {"tensor_degree": 2}, {"pipeline_degree": 2}):
         assert why_not_probed(TrainSetup(num_gpus=2, **changes))
     assert why_not_probed(TrainSetup(num_gpus=2, parallel="ddp")) == ""

@@ -6,7 +6,6 @@ from planner.frameworks.exporters.several_gpus import (
     PER_NODE,
     accelerate_flags,
     launched,
-    processes,
     sharding_refusal,
     split_refusal,
 )
@@ -79,7 +78,7 @@ def _sections(request: ExportRequest, folder: str) -> list[Section]:
             Line("compute_environment", "LOCAL_MACHINE"),
             Line("distributed_type", kind),
             Line("num_machines", request.num_nodes),
-            Line("num_processes", processes(setup), "on all machines" if several else ""),
+            Line("num_processes", setup.num_processes, "on all machines" if several else ""),
             Line("machine_rank", 0, "every node gives its own with --machine_rank" if several else ""),
             # beside DeepSpeed's own file Accelerate refuses a second opinion on precision
             *[Line("mixed_precision", half or "no", "autocast" if half else "no autocast")] * (kind != "DEEPSPEED"),

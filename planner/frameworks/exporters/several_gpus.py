@@ -10,11 +10,6 @@ from planner.setup import TrainSetup
 PER_NODE = "On every node, with NODE_RANK (0, 1, ...), MASTER_ADDR and MASTER_PORT (of node 0) set."
 
 
-def processes(setup: TrainSetup) -> int:
-    """Processes that a launcher starts: one for every GPU, or one that drives them all."""
-    return 1 if setup.parallel in ("dp", "device-map") else setup.num_gpus
-
-
 def launched(setup: TrainSetup) -> bool:
     """Whether a launcher starts it: more than one process, or one whose engine keeps something on the host."""
     return not setup.single_gpu and setup.parallel not in ("dp", "device-map")

@@ -3,7 +3,6 @@
 import shlex
 
 from planner.frameworks.exporters import deepspeed, prepare
-from planner.frameworks.exporters.several_gpus import processes
 from planner.frameworks.exporters.text import comments, header
 from planner.frameworks.exporters.types import ExportRequest, LaunchFile
 
@@ -20,7 +19,7 @@ def is_job(file: LaunchFile) -> bool:
 def files(request: ExportRequest, target: str, command: str, validated_with: dict[str, str]) -> list[LaunchFile]:
     """What stands beside the file of a tool that takes DeepSpeed's JSON: that, and a job of several processes."""
     configs = [deepspeed.config_file(request, target)] if request.setup.parallel in deepspeed.STAGES else []
-    job = processes(request.setup) > 1
+    job = request.setup.num_processes > 1
     return [*configs, job_file(request, target, command, validated_with)] if job else configs
 
 
