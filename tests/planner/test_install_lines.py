@@ -112,6 +112,14 @@ def test_what_is_built_from_source_comes_last_and_after_what_builds_it() -> None
     assert built >= 4
 
 
+def test_no_line_has_the_transformers_whose_flash_attention_stops() -> None:
+    """transformers 5.6.0's forward wants `s_aux`, which only models with sinks have: with a stand-in for the kernel
+    5.5.4's forward of a Llama passes and 5.6.0's raises AttributeError (30 November 2026)."""
+    words = {word for every in calls_of_all().values() for calls in every for call in calls for word in call}
+    assert {"flash-attn==2.8.3", "llamafactory==0.9.5"} <= words
+    assert "transformers==5.6.0" not in words
+
+
 def test_no_line_for_a_mac_has_tritons_kernels_and_torch_is_built_for_the_card() -> None:
     for (target, _, system), every in calls_of_all().items():
         for calls in every:

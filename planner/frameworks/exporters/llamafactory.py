@@ -1,4 +1,4 @@
-"""LLaMA-Factory YAML: `llamafactory-cli train FILE`. Field names of LLaMA-Factory 0.9.5 (transformers <= 5.6)."""
+"""LLaMA-Factory YAML: `llamafactory-cli train FILE`. Field names of LLaMA-Factory 0.9.5 (transformers 5.5)."""
 
 import json
 
@@ -18,7 +18,9 @@ TARGET = "llamafactory"
 FILE = "llamafactory/llamafactory.yaml"
 COMMAND = f"llamafactory-cli train launch/{FILE}"
 DATASET_KEY = "planned"
-VALIDATED_WITH = {"llamafactory": "0.9.5", "transformers": "5.6.0", "peft": "0.18.1", "trl": "0.24.0"}
+VALIDATED_WITH = {"llamafactory": "0.9.5", "transformers": "5.5.4", "peft": "0.18.1", "trl": "0.24.0"}
+"""Of transformers not 5.6.0, the newest that it takes: that one's flash attention stops at every model without sinks
+(`integrations/flash_attention.py`: s_aux.to of None; LLaMA-Factory issue 10610)."""
 LIGER_TYPES = frozenset({
     "gemma", "gemma2", "gemma3", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2",
     "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next",
@@ -259,7 +261,7 @@ def _loss(request: ExportRequest) -> Line | None:
 
 
 def _evaluates(request: ExportRequest, runs: TrainSetup) -> bool:
-    """Whether samples are evaluated between steps: with Liger its transformers (5.6) would make their logits whole."""
+    """Whether samples are evaluated between steps: with Liger its transformers (5.5) would make their logits whole."""
     return request.evaluates and "liger" not in (runs.loss, runs.kernels)
 
 
