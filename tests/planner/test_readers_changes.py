@@ -10,7 +10,7 @@ from finetune_planner.improvement import improve
 from planner.core.errors import NotPlanned
 from planner.core.units import gib
 from planner.frameworks.readers import FileContext, read_text
-from planner.frameworks.readers.types import ReadConfig, overrides, parse_sets
+from planner.frameworks.readers.types import ReadConfig, UpperBound, overrides, parse_sets
 from planner.hardware.gpus import find_gpu
 from planner.memory.around import evaluation_bytes
 from planner.models import catalogue
@@ -84,8 +84,6 @@ def test_a_loss_that_trl_computes_on_all_logits_is_no_chunked_one(arguments: str
 
 
 OPEN = {
-    "some layers frozen by a condition": ("", f"{EACH}'head' in n\n", "method"),
-    "a part frozen": ("", "model.get_input_embeddings().requires_grad_(False)\n", "method"),
     "fewer layers": ("config.num_hidden_layers = 4\n", "", "model"),
     "layers cut off": ("", "model.model.layers = model.model.layers[:4]\n", "model"),
     "a teacher": ("", TEACHER, "beside"),
@@ -111,6 +109,22 @@ KNOWN = {
 def test_what_makes_another_run_is_asked_for(name: str) -> None:
     before, after, *fields = OPEN[name] if name in OPEN else ("", KNOWN[name])
     assert [missing.field for missing in read(before, after).missing] == fields
+
+
+@pytest.mark.parametrize(
+    ("frozen", "bounded"),
+    [
+        (f"{EACH}'head' in n\n", True),
+        ("model.get_input_embeddings().requires_grad_(False)\n", True),
+        ("if False:\n    model.get_input_embeddings().requires_grad_(False)\n", False),
+        ("if NAME == 'x':\n    pass\nelse:\n    model.requires_grad_(False)\n", True),
+    ],
+)
+def test_frozen_parts_make_an_upper_bound_where_they_are_frozen(frozen: str, bounded: bool) -> None:
+    config = read(after=frozen)
+    assert config.missing == ()
+    bounds = [text for text in config.approximations if isinstance(text, UpperBound)]
+    assert [bound.categories for bound in bounds] == [("gradients", "optimizer", "activations")] * bounded
 
 
 def test_a_person_says_what_lies_beside() -> None:

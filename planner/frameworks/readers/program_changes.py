@@ -106,9 +106,12 @@ def resized(training: Training, text: str, name: str) -> str:
     return ""
 
 
-def freezes_parameters(text: str) -> int:
-    """The line on which a program switches parameters of the model off, 0 where it does not: what trains is open."""
+def freezes_parameters(text: str, program: Program) -> int:
+    """The line on which a program switches parameters of the model off, 0 where it does not."""
+    out = {node for branch, runs in program.branches.items() if not runs for node in ast.walk(branch)}
     for node, subject in _switches(text):
+        if node in out:
+            continue
         value = node.value if isinstance(node, ast.Assign) else node.args[0]
         on = isinstance(value, ast.Constant) and value.value is True
         if not on and not any(part in subject.lower() for part in BESIDE):

@@ -23,7 +23,7 @@ from planner.frameworks.readers.program.values import CallResult, Constant, Unde
 from planner.frameworks.readers.sharding import cut_sequences, device_map, loaded, parallel_of
 from planner.frameworks.readers.training import Training, heard, measures, pictures, quantization
 from planner.frameworks.readers.trl import loss_of, pairs_length, sharded
-from planner.frameworks.readers.types import ReadConfig, UpperBound
+from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools import ASKED, FIELD_OF, TOOLS
 from planner.frameworks.tools.transformers import HANDED, SCRIPT
@@ -272,8 +272,10 @@ class _Script:
         method = "full" if not adapted else "lora" if base == "none" else "qlora"
         if not adapted and self.training_run.built:
             self.missing["method"] = self.missing["lora_rank"] = self.training_run.built
-        if not adapted and (line := program_changes.freezes_parameters(self.source.text)):
-            self.missing.setdefault("method", f"{self.name}:{line}: some parameters are frozen one by one")
+        if not adapted and (line := program_changes.freezes_parameters(self.source.text, self.program)):
+            counted = "freezes parameters: counted as if all were trained (plan trace counts what is)"
+            bound = UpperBound(f"{self.name}:{line} {counted}", *TRAINED, "activations")
+            self.arguments.approximate(bound)
         # whether TRL prepares the quantized base by itself
         peft = self.training_run.trainer is not None and self.training_run.trainer.argument("peft_config") is not None
         bf16 = common.autocast(self.arguments, bf16_default=self._own_arguments() and self.defaults.bf16) == "bf16"

@@ -195,10 +195,13 @@ class Reader(Functions):
             decides = self.turn.loader is None and changes([*node.body, *node.orelse])  # settings are made before it
             truth = self.decided(node.test, self.place(node, scope) if decides else "")
         if truth is not None:
+            taken, other = (node.body, node.orelse) if truth else (node.orelse, node.body)
+            self.program.branches |= dict.fromkeys(taken, True)
+            self.program.branches = dict.fromkeys(other, False) | self.program.branches
             try:
-                self.block(node.body if truth else node.orelse, scope)
+                self.block(taken, scope)
             except Raise:
-                self.block(node.orelse if truth else node.body, scope)
+                self.block(other, scope)
             return
         place = f"{self.place(node, scope)}: depends on a condition"
         before = self.copied(scope.names)
