@@ -15,6 +15,8 @@ from planner.setup.packages import VLLM
 
 VLLM_FROM = (7, 5)
 """Source: vLLM 0.21, docs/getting_started/installation/gpu.cuda.inc.md."""
+SERVER_FRACTION = 0.9
+"""Of its card that a server takes. Source: trl 1.16 scripts/vllm_serve.py, `gpu_memory_utilization`."""
 PROFILED_TOKENS = 4096
 """Of vLLM's profiling forward. Source: trl 1.16 generation/vllm_generation.py, `max_num_batched_tokens`."""
 
@@ -79,7 +81,7 @@ def _of_generator(workload: Workload, name: str, rollouts: tuple[Rollout, ...]) 
     asked_for = len(matching) == len(rollouts)
     if not matching or (not asked_for and name in COLOCATED and vllm_refusal(workload)):
         return
-    if len(matching) == 1 and name in COLOCATED:
+    if len(matching) == 1 and matching[0].by_vllm:
         _check_share(workload, matching[0])
     taken, given = set(), matching[0].generation_batch_seqs
     for part in (given,) if given else _parts(matching[0], step):
@@ -105,10 +107,11 @@ def _parts(rollout: Rollout, step_seqs: int) -> Iterator[int]:
 
 
 def _check_share(workload: Workload, rollout: Rollout) -> None:
-    share, (start, _) = int(rollout.vllm_fraction * workload.gpu.memory_bytes), vllm_needs(workload, rollout)
+    fraction = rollout.vllm_fraction if rollout.colocated else SERVER_FRACTION
+    share, (start, _) = int(fraction * workload.gpu.memory_bytes), vllm_needs(workload, rollout)
     if share < start:
+        larger = "give a larger --vllm-fraction, or leave it out: the plan then finds one"
         raise UsageError(
-            f"a vLLM on {rollout.vllm_fraction:.0%} of the card has {gib(share)}, its weights and one forward take "
-            f"{gib(start)}",
-            hint="give a larger --vllm-fraction, or leave it out: the plan then finds one",
+            f"a vLLM on {fraction:.0%} of the card has {gib(share)}, its weights and one forward take {gib(start)}",
+            hint=larger if rollout.colocated else "a server has one card: name a larger one, or leave --generator out",
         )

@@ -11,6 +11,7 @@ from finetune_planner.cli.answer import workload_for
 from finetune_planner.cli.request_options import DataOptions, RequestOptions
 from planner.core.errors import NotPlanned, SetupError, UsageError
 from planner.frameworks.exporters import TARGETS, ExportRequest
+from planner.frameworks.exporters.folder import folder_files
 from planner.frameworks.hyperparameters import choose
 from planner.frameworks.readers import FileContext
 from planner.frameworks.readers.read import read_config, read_text
@@ -478,6 +479,27 @@ def test_a_share_that_does_not_hold_the_weights_is_refused() -> None:
     fixed = {"objective": ("grpo",), "rollout": (Rollout(generator="vllm", vllm_fraction=0.1),)}
     with pytest.raises(UsageError, match=r"10% of the card has 7\.92 GiB, its weights"):
         plan_workload(PlanRequest(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), find_gpu("h100-sxm")))
+
+
+def test_a_server_is_started_on_one_more_gpu_and_ended_with_the_run() -> None:
+    setup = setup_of("grpo", rollout={"generator": "vllm-server"}, num_gpus=2, parallel="ddp", accumulation_steps=4)
+    request = ExportRequest(model_id=MODEL.model_id, model=MODEL, gpu=CARD, setup=setup, hyper=choose(setup))
+    launch = TARGETS["trl"].export(request)
+    files = {file.path: file.text for file in (*launch.files, *folder_files([launch], request, jobs=["skypilot"]))}
+    server = f"CUDA_VISIBLE_DEVICES=2 trl vllm-serve --model {MODEL.model_id} --host 127.0.0.1 --port 8000 "
+    for name in ("run.sh", "trl/slurm.sbatch"):
+        lines = [line.strip() for line in files[name].splitlines()]
+        at = next(place for place, line in enumerate(lines) if line.startswith(server))
+        assert lines[at].endswith(" &")
+        assert lines[at + 1] == "trap 'kill $! || true' EXIT"
+        assert "CUDA_VISIBLE_DEVICES=0,1 trl grpo" in lines[at + 2]
+    assert "vllm_server_port: 8000" in files["trl/trl-grpo.yaml"]
+    assert "--gpus-per-node=3" in files["trl/slurm.sbatch"]
+    assert "RTX4090:3" in files["skypilot.yaml"]
+    assert "several nodes" in TARGETS["trl"].export(replace(request, num_nodes=2)).refused
+    fixed = {"objective": ("grpo",), "rollout": (Rollout(generator="vllm-server"),)}
+    with pytest.raises(UsageError, match="90% of the card"):
+        plan_workload(PlanRequest(fixed=fixed).workload(loaded("meta-llama/Llama-3.1-70B"), find_gpu("h100-sxm")))
 
 
 def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None:

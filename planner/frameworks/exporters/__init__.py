@@ -105,6 +105,8 @@ class Target:
         group = setup.rollout_settings.num_generations
         if not reason and objective.rolls_out and setup.generation_seqs % group:
             reason = f"a generation of {setup.generation_seqs} completions is not whole groups of {group}"
+        if not reason and request.serves and request.num_nodes > 1:
+            reason = "no vLLM server is written beside a job on several nodes: use --generator vllm-sleep"
         if isinstance(runs, str) or (reason := reason or prepare.refusal(request, self.name)):
             return Launch(target=self.name, refused=reason or str(runs))
         differences, tested = self.differences(setup, request.gpu), versions(room.VALIDATED_WITH, setup)

@@ -89,7 +89,15 @@ def _readme(
         pip = [f"pip install {shlex.join(call)}" for call in install_calls(launch, request)]
         lines += [f"## {launch.target}", "", *(f"{_plain(words)}." for words in launch.about), ""]
         if launch.complete:
-            lines += ["```bash", *pip, *([launch.prepare] if launch.prepare else []), launch.command, "```", ""]
+            lines += [
+                "```bash",
+                *pip,
+                *([launch.prepare] if launch.prepare else []),
+                *([f"{launch.server} &"] if launch.server else []),
+                launch.command,
+                "```",
+                "",
+            ]
         else:
             lines += ["A part, for use with another target's files.", ""]
         jobs = [f"With Slurm, instead: `sbatch launch/{file.path}`" for file in launch.files if slurm.is_job(file)]
@@ -171,6 +179,7 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
         *(f'      : "${{{name}:?set it on every node}}"' for name in needed),
         *([f"      {launch.prepare}"] if launch.prepare else []),
         *asks,
+        *([f"      {launch.server} &", "      trap 'kill $! || true' EXIT"] if launch.server else []),
         f"      {command}",
         "    }",
         "    ;;",

@@ -121,11 +121,11 @@ def job_files(names: Sequence[str], launch: Launch, request: ExportRequest) -> d
     """
     if request.gpu is None:
         raise UsageError("a job file needs a GPU", hint="plan with --gpu")
-    check(names, request.gpu, request.setup.num_gpus, request.num_nodes)
+    check(names, request.gpu, request.job_gpus_per_node * request.num_nodes, request.num_nodes)
     by_command = {}
     for name in dict.fromkeys(names):
         scheduler = SCHEDULERS[name]
-        card = scheduler.card(request.gpu, request.gpus_per_node)
+        card = scheduler.card(request.gpu, request.job_gpus_per_node)
         # What lies on this machine's disk and does not travel with the job.
         local = [request.dataset.path] if request.dataset is not None and request.dataset.local else []
         local += [] if on_hub(request.model_id) else [request.model_id]
@@ -147,7 +147,7 @@ def _host_gib(request: ExportRequest) -> int:
     offloaded = 0
     if request.model is not None:
         offloaded = host_bytes_per_node(request.model, request.setup, request.num_nodes)
-    return HOST_GIB_PER_GPU * request.gpus_per_node + -(-offloaded // GIB)
+    return HOST_GIB_PER_GPU * request.job_gpus_per_node + -(-offloaded // GIB)
 
 
 def _disk_gb(request: ExportRequest) -> int:
@@ -192,8 +192,8 @@ def _skypilot(card: str, target: str, request: ExportRequest) -> str:
             "num_nodes": request.num_nodes,
             "workdir": ".",
             "resources": {
-                "accelerators": f"{card}:{request.gpus_per_node}",
-                "cpus": f"{CPUS_PER_GPU * request.gpus_per_node}+",
+                "accelerators": f"{card}:{request.job_gpus_per_node}",
+                "cpus": f"{CPUS_PER_GPU * request.job_gpus_per_node}+",
                 "memory": f"{_host_gib(request)}+",
                 "disk_size": _disk_gb(request),
             },
@@ -220,10 +220,10 @@ def _dstack(card: str, target: str, request: ExportRequest) -> str:
                 f"bash launch/run.sh {target}",
             ],
             "resources": {
-                "gpu": {"name": name, **({"memory": size} if size else {}), "count": request.gpus_per_node},
-                "cpu": f"{CPUS_PER_GPU * request.gpus_per_node}..",
+                "gpu": {"name": name, **({"memory": size} if size else {}), "count": request.job_gpus_per_node},
+                "cpu": f"{CPUS_PER_GPU * request.job_gpus_per_node}..",
                 "memory": f"{_host_gib(request)}GB..",
-                "shm_size": f"{HOST_GIB_PER_GPU * request.gpus_per_node // 2}GB",
+                "shm_size": f"{HOST_GIB_PER_GPU * request.job_gpus_per_node // 2}GB",
                 "disk": f"{_disk_gb(request)}GB..",
             },
         }
@@ -249,7 +249,7 @@ def _in_container(target: str, request: ExportRequest, rendezvous: Sequence[str]
 def _kubernetes(card: str, target: str, request: ExportRequest) -> str:
     # torchrun reads PET_* where a flag is left out; the launch files say all of it themselves
     rendezvous = [*_rendezvous(request, "$PET_NODE_RANK", "$PET_MASTER_ADDR"), "unset ${!PET_@}"]
-    gpus = {"nvidia.com/gpu": str(request.gpus_per_node)}
+    gpus = {"nvidia.com/gpu": str(request.job_gpus_per_node)}
     mounts = [{"name": "plan", "mountPath": MOUNT}, {"name": "shm", "mountPath": "/dev/shm"}]
     pod = {
         "nodeSelector": {"nvidia.com/gpu.product": card},
@@ -263,7 +263,7 @@ def _kubernetes(card: str, target: str, request: ExportRequest) -> str:
         "template": {"spec": {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}
     }
     requests = {
-        "cpu": str(CPUS_PER_GPU * request.gpus_per_node),
+        "cpu": str(CPUS_PER_GPU * request.job_gpus_per_node),
         "memory": f"{_host_gib(request)}Gi",
         "ephemeral-storage": f"{_disk_gb(request)}G",
         **gpus,

@@ -23,11 +23,14 @@ def files(request: ExportRequest, target: str, command: str, validated_with: dic
     return [*configs, job_file(request, target, command, validated_with)] if job else configs
 
 
-def job_file(request: ExportRequest, target: str, command: str, validated_with: dict[str, str]) -> LaunchFile:
+def job_file(
+    request: ExportRequest, target: str, command: str, validated_with: dict[str, str], server: str = ""
+) -> LaunchFile:
     """`sbatch FILE` from the directory that holds `launch/`.
 
     Args:
         command: starts the processes of one node; may use $NODE_RANK, $MASTER_ADDR and $MASTER_PORT.
+        server: starts what runs beside them.
     """
     path = f"{target}/{NAME}"
     head = header(
@@ -41,7 +44,7 @@ def job_file(request: ExportRequest, target: str, command: str, validated_with: 
         f"#SBATCH --job-name=finetune-{target}",
         f"#SBATCH --nodes={request.num_nodes}",
         "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --gpus-per-node={request.gpus_per_node}",
+        f"#SBATCH --gpus-per-node={request.job_gpus_per_node}",
         f"#SBATCH --cpus-per-task={CPUS_PER_GPU * request.gpus_per_node}",
         "#SBATCH --output=%x-%j.log",
         "",
@@ -52,6 +55,7 @@ def job_file(request: ExportRequest, target: str, command: str, validated_with: 
         "export MASTER_ADDR MASTER_PORT",
         'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun no longer takes it over from sbatch',
         *([made] if (made := prepare.command(request, target)) else []),
+        *([f"{server} &", "trap 'kill $! || true' EXIT"] if server else []),
         f"srun --kill-on-bad-exit=1 bash -c {shlex.quote('export NODE_RANK=$SLURM_NODEID; ' + command)}",
     ]
     return LaunchFile(path=path, text="#!/bin/bash\n" + comments(head) + "\n" + "\n".join(lines) + "\n")

@@ -1,6 +1,8 @@
 """TRL's own program and its configuration: `python -m trl.scripts.sft --config FILE`, on several GPUs `trl sft`. Field
 names of TRL 1.16 on transformers 5.23."""
 
+import shlex
+
 from planner.core.shipped import DATA
 from planner.frameworks.exporters import accelerate, chat, common, deepspeed, prepare, several_gpus, slurm
 from planner.frameworks.exporters.install import checkpointing_key, versions
@@ -24,6 +26,8 @@ FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet"}
 """Ending of a local file -> the loader of `datasets` for it; `dataset_name` takes a directory or a hub id only."""
 
 ORPO_SCRIPT = "trl/trl-orpo.py"
+SERVER, SERVER_START_S = ("127.0.0.1", 8000), 1800
+"""Where a vLLM server listens, and how long the run waits for it: TRL's own 240 seconds hold no download."""
 TEMPLATED = ("sft", "pretrain", "reward")
 """Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
 
@@ -110,21 +114,44 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
     if setup.objective_spec.rolls_out:
         files.append(shipped("trl/rewards.py", "trl_rewards.py.txt"))
+    server = _server(request) if request.serves else ""
+    cards = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(request.gpus_per_node)))} if server else {}
     if several_gpus.launched(setup):
         files += accelerate.config_files(request, TARGET)
-        job, command = (_launched(request, command, file, rendezvous=rendezvous) for rendezvous in (True, False))
-        files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup)))
+        job, command = (
+            common.after(cards, _launched(request, command, file, rendezvous=rendezvous))
+            for rendezvous in (True, False)
+        )
+        files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup), server))
     elif setup.objective != "orpo":
         # `trl sft` makes the training arguments in its launcher too, which then keeps a CUDA context of its own beside
         # the training process's: 0.5 GiB on an H200 (26 November 2026)
-        env = common.environment(request.gpu)
+        env = {**cards, **common.environment(request.gpu)}
         command = common.after(env, f"python -m trl.scripts.{spoken} --config launch/{file}")
     runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
         files.append(LaunchFile(path=f"{TARGET}/{chat.NAME}", text=chat.TEMPLATE))
     title = "TRL supervised fine-tuning" if setup.objective_spec.supervised else f"TRL {setup.objective_spec.title}"
     main = LaunchFile(path=file, text=yaml_text(_sections(request, runs)))
-    return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(_notes(request)))
+    notes = _notes(request)
+    if server:
+        notes.append(
+            f"Completions come from a vLLM server on one more GPU of the machine, its number {request.gpus_per_node}, "
+            f"most of which it takes; run.sh starts and ends it. By hand, beside the run: {server}"
+        )
+    return Draft(title=title, main=main, files=tuple(files), command=command, notes=tuple(notes), server=server)
+
+
+def _server(request: ExportRequest) -> str:
+    """What starts the server of completions: vLLM's own, with what TRL's trainer asks of it.
+
+    Source: trl 1.16 scripts/vllm_serve.py (until 2.0; `vllm serve` with VLLM_SERVER_DEV_MODE=1 and its flags then).
+    """
+    setup = request.setup
+    options = {"model": shown_path(request.model_id), "host": SERVER[0], "port": SERVER[1]}
+    options |= {"max_model_len": setup.seq_len_tokens, "dtype": DTYPES[setup.compute_dtype]}
+    words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
+    return f"CUDA_VISIBLE_DEVICES={request.gpus_per_node} trl vllm-serve {shlex.join(words)}"
 
 
 def _launched(request: ExportRequest, command: str, file: str, *, rendezvous: bool) -> str:
@@ -267,6 +294,12 @@ def _rollout(setup: TrainSetup) -> list[Section]:
         Line("use_vllm", roll.generator != "transformers"),
         Line("vllm_mode", "server" if roll.generator == "vllm-server" else "colocate"),
     ]
+    if roll.generator == "vllm-server":
+        engine += [
+            Line("vllm_server_host", SERVER[0]),
+            Line("vllm_server_port", SERVER[1]),
+            Line("vllm_server_timeout", SERVER_START_S, "seconds: the server downloads and compiles first"),
+        ]
     if roll.colocated:
         engine += [
             Line("vllm_gpu_memory_utilization", roll.vllm_fraction, "of the whole card"),

@@ -95,8 +95,18 @@ class ExportRequest:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs of one machine."""
+        """GPUs of one machine that train."""
         return self.setup.num_gpus // self.num_nodes
+
+    @property
+    def serves(self) -> bool:
+        """Whether a vLLM server has a GPU beside those."""
+        return self.setup.objective_spec.rolls_out and self.setup.rollout_settings.generator == "vllm-server"
+
+    @property
+    def job_gpus_per_node(self) -> int:
+        """GPUs of one machine that a job asks for."""
+        return self.gpus_per_node + self.serves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +143,7 @@ class Draft:
         command: the one command that starts the run, from the directory that holds `launch/`.
         complete: False for a part that other files need, which its command alone does not start.
         prepare: the command before it that makes the data, "" where they are read as they are.
+        server: the command of a server that must run beside it on a GPU of its own, "" where it needs none.
         python: oldest Python that the tested versions install on.
     """
 
@@ -143,6 +154,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     complete: bool = True
     prepare: str = ""
+    server: str = ""
     python: str = "3.11"
 
 
