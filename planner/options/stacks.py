@@ -173,6 +173,17 @@ _ROWS = (
         **_TRAINER,
     ),
     Stack(
+        name="ms-swift-cut-loss",
+        title="ms-swift with the loss of cut sequences in pieces",
+        evaluates_whole=True,
+        builds_encoders=True,
+        loss_chunk_tokens=2048,
+        source="as ms-swift; ms-swift 4.6 trainers/utils.py per_token_loss_func_sp (CELOSS_PARALLEL_SIZE), "
+        "sequence_parallel/utils.py ChunkedCrossEntropyLoss (the gradient over the logits, which accelerate cast to "
+        "fp32); 2,048 tokens in all its examples",
+        **_TRAINER,
+    ),
+    Stack(
         name="sentence-transformers",
         title="sentence-transformers' Trainer",
         source="sentence-transformers 6.2 base/trainer.py (transformers' Trainer, which wraps the whole "

@@ -612,3 +612,25 @@ def test_ms_swift_trains_on_a_packed_checkpoint_as_it_is_published() -> None:
     config = read_text(SWIFT + "--max_length 512\n", "run.sh", model=model)
     assert (config.setup.method, config.setup.quantization) == ("qlora", "nf4-double")
     assert any("awq" in approximation for approximation in config.approximations)
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes", "num_gpus", "parallel"),
+    [("0,1,2,3", 2, 2, "device-map"), ("0,1", 2, 2, "ddp"), ("0,1,2,3", 1, 4, "device-map")],
+)
+def test_swifts_processes_spread_the_model_over_the_gpus_that_each_sees(
+    visible: str, processes: int, num_gpus: int, parallel: str
+) -> None:
+    started = f"NPROC_PER_NODE={processes} " * (processes > 1)
+    launch = f"CUDA_VISIBLE_DEVICES={visible} {started}swift sft --model Qwen/Qwen3-8B --max_length 512"
+    reading = read_text(launch, "a.sh")
+    assert (reading.setup.num_gpus, reading.setup.parallel) == (num_gpus, parallel)
+    assert any("DDP over device maps" in note for note in reading.approximations) == (visible.count(",") + 1 > num_gpus)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "cut", "stack"), [(2048, 4, "ms-swift-cut-loss"), (2048, 1, "ms-swift"), (0, 4, "ms-swift")]
+)
+def test_swifts_loss_in_pieces_is_that_of_cut_sequences(pieces: int, cut: int, stack: str) -> None:
+    launch = f"NPROC_PER_NODE=4 CELOSS_PARALLEL_SIZE={pieces} swift sft --model Qwen/Qwen3-8B --max_length 512"
+    assert read_text(f"{launch} --sequence_parallel_size {cut}", "a.sh").setup.stack == stack

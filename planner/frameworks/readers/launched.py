@@ -93,8 +93,18 @@ class Launches:
             words = shell.flags(command.arguments)
             named = "rlhf" in command.arguments[:1] and "rlhf_type" not in words
             extra = {"rlhf_type": swift.DEFAULT_RLHF} if named else {}
+            # a process's layers lie over its GPUs where it sees several (ms-swift 4 get_default_device_map, is_mp)
+            processes = inside.environment.get("NPROC_PER_NODE", "1")
+            each = shell.num_visible(inside.environment) // max(1, int(processes)) if processes.isdigit() else 0
+            if processes != "1" and each > 1 and not {"deepspeed", "fsdp"} & set(words):
+                alone = replace(inside, num_gpus=each)
+                reading = self._of_flags(command, swift.FORMAT, alone, {**extra, "device_map": "auto"})
+                note = (
+                    f"of {processes} processes with a model over {each} GPUs each (DDP over device maps) one is counted"
+                )
+                return replace(reading, approximations=(*reading.approximations, note))
             if inside.num_gpus > 1 and "NPROC_PER_NODE" not in inside.environment:
-                extra["device_map"] = "auto"  # one process over the visible GPUs (ms-swift 4 get_default_device_map)
+                extra["device_map"] = "auto"
             return self._of_flags(command, swift.FORMAT, inside, extra)
         kind = FLAGS_OF.get(command.tool)
         if kind is not None and not command.target:

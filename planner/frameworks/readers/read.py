@@ -65,8 +65,8 @@ def read_text(
         ConfigError: not a config of a known tool, or a wrong one.
     """
     reading = _read(text, name, replace(around or FileContext(), model=model, base=base), launcher)
-    setup_stack = reading.setup.stack
-    stack = STACK_OF.get(reading.format, setup_stack) if not STACKS[setup_stack].steps_in_backward else setup_stack
+    of_format = STACK_OF.get(reading.format, reading.setup.stack)
+    stack = reading.setup.stack if reading.setup.stack.startswith(of_format) else of_format  # or a form of it
     default = reading.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or reading.reentrant)
     # the form of checkpointing that the file asks for, under the names that its tools have for it
     keys = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")

@@ -597,6 +597,12 @@ def is_open(word: str) -> bool:
     return _OPEN.search(word) is not None
 
 
+def num_visible(variables: Mapping[str, str]) -> int:
+    """How many GPUs CUDA_VISIBLE_DEVICES names, 0 where that is not known."""
+    visible = variables.get("CUDA_VISIBLE_DEVICES", "")
+    return len(visible.split(",")) if re.fullmatch(r"\d+(,\d+)*", visible) else 0
+
+
 def _command(words: list[str], variables: dict[str, str]) -> Command | None:
     while words and (_SET.match(words[0]) or words[0] in WRAPPERS or (words[0][:1] == "-" and len(words) > 1)):
         assigned = _SET.match(words[0])
@@ -605,8 +611,7 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
         words = words[1:]
     if not words:
         return None
-    visible = variables.get("CUDA_VISIBLE_DEVICES", "")
-    shown = len(visible.split(",")) if re.fullmatch(r"\d+(,\d+)*", visible) else None
+    shown = num_visible(variables) or None
     per_node, nodes = variables.get("NPROC_PER_NODE", ""), variables.get("NNODES", "")
     started = int(per_node) if per_node.isdigit() else None
     tool = PurePosixPath(words[0]).name

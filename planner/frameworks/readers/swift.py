@@ -13,10 +13,13 @@ from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.others import SWIFT
 from planner.options.objectives import OBJECTIVES
+from planner.options.stacks import STACKS
 
 FORMAT = "ms-swift"
 PROGRAMS = ("swift/cli/sft.py", "swift/cli/rlhf.py")
 """Its own programs, which torchrun, DeepSpeed and Accelerate launch by their path."""
+IN_PIECES = "ms-swift-cut-loss"
+"""The stack with CELOSS_PARALLEL_SIZE, which the loss of cut sequences alone heeds."""
 MODELS = {"model", "model_id_or_path", "model_type"}
 OLD = ("sft_type", "model_id_or_path", "lora_dropout_p", "lora_target_modules")
 """Settings of ms-swift 2 (the older `swift sft`), which cuts at 2,048 tokens by itself and adapts attention alone.
@@ -96,6 +99,11 @@ def read(settings: Settings) -> ReadConfig:
         layout = with_autotp(settings, layout, settings.integer("deepspeed_autotp_size", 0))
     cut = with_cut_sequences(settings, "sequence_parallel_size", layout, fields)
     fields |= cut if "context_degree" in cut else device_map(settings, settings) or cut
+    pieces = settings.outside.environment.get("CELOSS_PARALLEL_SIZE", "0")
+    if "context_degree" in cut and fields["loss"] == "full" and pieces.isdigit() and int(pieces):
+        fields["stack"] = IN_PIECES
+        if int(pieces) != (tokens := STACKS[IN_PIECES].loss_chunk_tokens):
+            settings.approximate(f"CELOSS_PARALLEL_SIZE {pieces} is counted as {tokens}")
     outside = settings.outside.environment
     signs = {key: settings.has(key) for key in PICTURES} | {key: outside.get(key) for key in PICTURES_OUTSIDE}
     common.pictures(settings, fields, signs, ENCODER)

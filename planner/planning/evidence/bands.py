@@ -167,7 +167,7 @@ TRAINERS = ("trl", "hf", "sentence-transformers")
 another loss: traced, 0.3 to 0.5 % above the dry run (docs/objectives.md). Axolotl 0.21's and LLaMA-Factory 0.9.5's own
 steps, traced (Qwen2.5-7B, LoRA and QLoRA, `python -m benchmarks.check_vs_trace --tool ...`): bytes 0.0 to 0.2 % above
 the formula, tokens/s -4.5 to +7.5 % beside it, so that their speed has TRL's band."""
-ONE_PROGRAM = {"torchtune-whole-loss": "torchtune", "torchtune-in-bwd": "torchtune"}
+ONE_PROGRAM = {"torchtune-whole-loss": "torchtune", "torchtune-in-bwd": "torchtune", "ms-swift-cut-loss": "ms-swift"}
 """Stacks that differ in memory alone from another of the same program, whose runs' speed is theirs too."""
 TRACED = {"unsloth": 0.18, "litgpt": 0.07}
 """Stacks without runs whose own step was traced -> by how much its tokens/s lay from the formula's at most: their speed
