@@ -221,7 +221,8 @@ def _loading_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterw
         if loading := loading_host_bytes(model, setup, on_node):
             copies = f"each of its {on_node} processes has a copy of the model in fp32"
             notes.append(f"while it loads {copies} in the host's memory: {gib(loading)} of a node's")
-        if setup.parallel in ("fsdp2", "zero3") and setup.method == "full" and not setup.sharded_at_loading:
+        gathers = setup.parallel in ("fsdp2", "zero3") and setup.method == "full" and not setup.sharded_at_loading
+        if gathers and setup.stack != "torchtitan":  # which saves as it reads, in shards
             dtype = "bf16" if setup.parallel == "zero3" else setup.weight_dtype
             size = gib(SIZE_BYTES[dtype] * model.num_params)
             notes.append(f"saved as one state dict it is gathered there again: {size} in {dtype}")

@@ -373,9 +373,18 @@ def test_what_loading_takes_of_the_host_is_said(parallel: str, quantized: bool) 
         setup = TrainSetup(method="qlora", quantization="nf4", seq_len_tokens=512)
     config = replace(read(), setup=setup.replace(num_gpus=4, parallel=parallel))
     notes = " ".join(check(config, model, card, 80 << 30, predictor(model, card)).notes)
-    whole = 1 if parallel in ("fsdp2", "zero3") else 4
-    assert (f"host's memory: {gib(whole * 4 * model.num_params)}" in notes) is not quantized
-    assert ("one state dict" in notes) is (whole == 1 and not quantized)
+    read_whole = parallel != "zero3" and not quantized
+    assert (f"host's memory: {gib(4 * 4 * model.num_params)}" in notes) is read_whole
+    assert ("one state dict" in notes) is (parallel in ("fsdp2", "zero3") and not quantized)
+
+
+@pytest.mark.parametrize(("stack", "told"), [("trl", True), ("torchtitan", False)])
+def test_nothing_is_said_of_the_host_where_a_model_is_read_and_saved_in_shards(stack: str, told: bool) -> None:
+    card, model = find_gpu("h100-sxm"), catalogue.load("Llama-3.1-8B")
+    assert model is not None
+    full = TrainSetup(method="full", precision="bf16-mixed", lora_rank=0, num_gpus=4, parallel="fsdp2", stack=stack)
+    notes = " ".join(check(replace(read(), setup=full), model, card, 80 << 30, predictor(model, card)).notes)
+    assert ("one state dict" in notes) is ("in the host's memory" in notes) is told
 
 
 def test_labels_that_are_cut_shorter_make_an_upper_bound() -> None:
