@@ -252,6 +252,12 @@ def test_files_are_read_as_what_they_switch_on(text: str, name: str, kernels: st
     assert (setup.kernels, setup.loss) == (kernels, loss)
 
 
+def test_axolotls_kernels_on_named_matrices_are_said_to_be_counted_as_eager() -> None:
+    text = "base_model: m\nadapter: lora\nlora_target_modules: [q_proj, down_proj]\nlora_qkv_kernel: true\n"
+    assert any("LoRA kernels" in note for note in read_text(text, "axolotl.yaml").approximations)
+    assert not read_text(text.replace("true", "false"), "axolotl.yaml").approximations
+
+
 def test_a_switch_that_liger_does_not_know_for_the_model_leaves_eager_layers_and_a_note() -> None:
     read = read_text("use_liger_kernel: true\nuse_peft: true\n", "trl-sft.yaml", model=loaded("openai-community/gpt2"))
     assert read.setup.kernels == "eager"

@@ -701,6 +701,17 @@ def test_a_loss_of_torchtune_that_cuts_all_logits_has_them_all(named: str, loss:
     assert any("rotary tables in every layer" in approximation for approximation in config.approximations)
 
 
+def test_rays_workers_of_llama_factory_are_its_gpus() -> None:
+    text = "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\nray_num_workers: 4\n"
+    setup = read_text(text, "ray.yaml").setup
+    assert (setup.num_gpus, setup.parallel) == (4, "ddp")
+
+
+def test_fsdps_own_checkpointing_is_where_axolotls_comes_from() -> None:
+    text = "base_model: m\nadapter: lora\nfsdp_config:\n  activation_checkpointing: true\n"
+    assert read_text(text, "a.yml", around=FileContext(num_gpus=2)).origins["checkpointing"] == "a.yml:4"
+
+
 def test_what_a_recipe_of_torchtune_trains_is_not_read_in_its_name() -> None:
     text = "model: {_component_: torchtune.models.llama3_2.llama3_2_3b}\ntokenizer: {max_seq_len: 64}\n"
     text += "loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}\n"

@@ -320,6 +320,8 @@ def test_layers_that_train_alone_are_read() -> None:
         approximations = " ".join(config.approximations)
         assert warning in approximations
         assert bool(warning) == ("unfrozen" in approximations)
+    beside = read_text(f"{adapters}unfrozen_parameters: ['model.layers.31.']\n", "axolotl.yaml", model=model)
+    assert "counted as the adapter alone" in " ".join(beside.approximations)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
 from planner.memory.attention_kernels import default_attention, has_expert_stacks
-from planner.options.kernels import LIGER_LOSS, LIGER_PARTS
+from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS
 from planner.options.objectives import OBJECTIVES
 from planner.options.precisions import PRECISIONS
 from planner.setup.allowed import XFORMERS
@@ -306,10 +306,12 @@ def _kernels(settings: Settings, fields: dict[str, Any]) -> str:
     if any("liger" in plugin.lower() for plugin in _plugins(settings)) and any(options.values()):
         liger = common.liger_kernels(settings, {part: (name,) for part, name in LIGER_SWITCHES.items()}, options)
     switches = [settings.raw(name) for name in LORA_SWITCHES]
-    if family := own_kernels(liger, fields, switches, model.model_type if model is not None else ""):
+    family = own_kernels(liger, fields, switches, model.model_type if model is not None else "")
+    if family and ("lora" in KERNELS[family].parts or True not in switches):
         return family
-    settings.approximate("Axolotl's LoRA kernels without Liger's layers: counted as eager ones, slower and larger")
-    return "eager"
+    where = "" if family else " without Liger's layers"
+    settings.approximate(f"Axolotl's LoRA kernels{where}: counted as eager ones, slower and larger")
+    return family or "eager"
 
 
 def _plugins(settings: Settings) -> tuple[str, ...]:

@@ -472,9 +472,12 @@ def frozen_but(settings: Settings, model: ModelSpec | None, fields: Mapping[str,
     patterns = settings.names("unfrozen_parameters")
     if not patterns:
         return {}
+    if fields["method"] != "full":
+        settings.approximate("unfrozen_parameters beside an adapter: counted as the adapter alone, all of it")
+        return {}
     layers, whole = _matched(model, patterns) if model is not None else ((), False)
     trained_layers = spelled(layers, model.num_layers) if layers and model is not None else 0
-    if not trained_layers or fields["method"] != "full" or not _counted_alone(trained_layers, fields):
+    if not trained_layers or not _counted_alone(trained_layers, fields):
         counted = "only some parameters are trained (unfrozen_parameters): counted as full fine-tuning"
         settings.approximate(UpperBound(counted, *TRAINED))
         return {}

@@ -84,7 +84,8 @@ def read(settings: Settings) -> ReadConfig:
         layout = fsdp(settings, inner if isinstance(inner, dict) else {})
     elif settings.has("deepspeed"):
         layout = zero_stage(settings, settings.values["deepspeed"])
-    fields |= parallel_of(settings, layout)
+    workers = settings.integer("ray_num_workers", 1, at_least=1)  # train/tuner.py: each has a GPU of its own
+    fields |= parallel_of(settings, layout, workers if workers > 1 else 0)
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     common.pictures(settings, fields, {key: settings.raw(key) for key in PICTURES}, ENCODER)
     settings.leave_out(NOT_COUNTED)

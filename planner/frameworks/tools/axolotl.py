@@ -70,7 +70,12 @@ AXOLOTL = Tool(
             more=("sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
             words={**ATTENTIONS, XFORMERS: "xformers"},
         ),
-        Field(of="checkpointing", key="gradient_checkpointing", edit=_checkpointing),
+        Field(
+            of="checkpointing",
+            key="gradient_checkpointing",
+            more=("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"),
+            edit=_checkpointing,
+        ),
         Field(
             of="loss",
             key="chunked_cross_entropy",
