@@ -51,6 +51,11 @@ CASES = {
         f"{SITE}/transformers/trainer.py:evaluation_loop",
         f"{SITE}/x.py:pad_across_processes",
     ),
+    "zero-states": (
+        *TRAIN,
+        f"{SITE}/deepspeed/runtime/engine.py:__init__",
+        f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:initialize_optimizer_states",
+    ),
     "generation": (*TRAIN, f"{SITE}/transformers/generation/utils.py:_sample", f"{SITE}/m/modeling_qwen2.py:forward"),
     "reference": (*FORWARD, f"{SITE}/trl/trainer/dpo_trainer.py:compute_ref_log_probs", f"{SITE}/m.py:forward"),
     "wrap": (
@@ -215,6 +220,7 @@ def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
         ("flash_attn/flash_attn_interface.py:_flash_attn_varlen_forward", "attention"),
         ("m/mistral.py:MistralForCausalLM_fast_forward", "forward"),
         ("trainer/utils.py:unwrap_model_for_generation", "generation"),
+        ("trl/trainer/grpo_trainer.py:_generate_and_score_completions", "generation"),
         ("train/checkpoint.py:fsdp_save_folder", "save"),
         ("unsloth/save.py:merge_and_overwrite_lora", "save"),
         ("trainer/ccip_trainer.py:val_one_epoch", "evaluation"),

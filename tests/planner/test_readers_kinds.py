@@ -105,6 +105,12 @@ def test_unsloth_gives_its_logits_back_where_it_is_told_to(
     assert read_text(HEAD + assignment + UNSLOTH, "train.py", around=around).setup.loss == loss
 
 
+def test_tables_among_unsloths_targets_are_trained_whole() -> None:
+    adapted = UNSLOTH.replace("r=8", "r=8, target_modules=['q_proj', 'embed_tokens', 'lm_head']")
+    setup = read_text(HEAD + adapted, "train.py", around=FileContext()).setup
+    assert (setup.lora_targets, setup.modules_to_save) == (("q_proj",), ("embed_tokens", "lm_head"))
+
+
 @pytest.mark.parametrize(("bits", "experts"), [("", True), (", load_in_4bit=False", False)])
 def test_unsloths_conversion_of_gpt_oss_has_its_experts_in_4_bits(bits: str, experts: bool) -> None:
     """Its notebook prints 3,981,312 trainable parameters of rank 8 on seven names: those of attention alone

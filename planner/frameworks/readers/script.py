@@ -38,7 +38,7 @@ from planner.options.optimizers import OPTIMIZERS as ROWS
 FORMAT = "hf-script"
 HALVES = ("bf16-pure", "bf16-autocast", "fp16-pure", "fp16-bf16-autocast")
 UNSLOTH = "unsloth-script"
-UNSLOTH_WHOLE = "embed_tokens"
+UNSLOTH_WHOLE = ("embed_tokens", "lm_head")
 OF_PAIRS = ("max_length", "max_prompt_length", "precompute_ref_log_probs")
 """What trainers of preferences took themselves before TRL 0.13."""
 OF_UNSLOTHS_CACHE = re.compile(
@@ -329,10 +329,10 @@ class _Script:
         if len(names) == 1 and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", names[0]):
             names = tuple(part.strip() for part in names[0].split(","))
         saved = common.modules_to_save(lora, "modules_to_save", self.arguments)
-        if unsloth and UNSLOTH_WHOLE in names:
-            names = tuple(name for name in names if name != UNSLOTH_WHOLE)
-            saved = tuple(dict.fromkeys((*saved, UNSLOTH_WHOLE)))
-            lora.assume(f"{UNSLOTH_WHOLE} as a target: Unsloth trains it whole; counted")
+        if unsloth and (whole := tuple(name for name in UNSLOTH_WHOLE if name in names)):
+            names = tuple(name for name in names if name not in whole)
+            saved = tuple(dict.fromkeys((*saved, *whole)))
+            lora.assume(f"{', '.join(whole)} as targets: Unsloth trains them whole; counted")
         if row is None:
             size = lora.integer("r", 16 if unsloth else 8, at_least=1)
         elif row.form == "rows":

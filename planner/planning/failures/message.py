@@ -382,6 +382,15 @@ PHASES = {
             "FSDP or ZeRO over more GPUs",
         ),
         (
+            "zero-states",
+            "making ZeRO's optimizer states",
+            "each process holds fp32 weights and two fp32 states of its share of what trains: 12 bytes a parameter",
+            "offload_optimizer: device cpu, the states in the host's memory",
+            "ZeRO-3: weights and gradients are shared out too",
+            "more GPUs: each holds a smaller share",
+            LORA,
+        ),
+        (
             "evaluation-gather",
             "an evaluation that keeps every batch's logits",
             "with compute_metrics the logits of the whole evaluation set stay on the GPU until it ends",
@@ -459,7 +468,7 @@ _RULES = (
     ("save", rf":(?:{_SAVES}|consolidate\w*|merge)$"),
     (
         "generation",
-        r"generation/utils\.py:|(?::_?generate\w*|:unwrap_model_for_generation)$|vllm/|:_sample$|:_prefill$",
+        r"generation/utils\.py:|(?::_?generate(?!_and_score)\w*|:unwrap_model_for_generation)$|vllm/|:_sample$|:_prefill$",
     ),
     ("evaluation", rf":(?:{_TRAINER_EVALUATES})$"),
     ("save", r"torch/optim/optimizer\.py:load_state_dict$"),
@@ -487,19 +496,22 @@ _RULES = (
         r"attention\.py:|flash_attn_interface\.py:|xformers/ops/|:_?(?:attn|attention)\w*$"
         r"|:_make_causal_mask$|:_expand_mask$|:_update_causal_mask$",
     ),
+    ("zero-states", r":initialize_optimizer_states$"),
     (
         "wrap",
         r"(?:parallel/distributed|fully_sharded_data_parallel|_init_utils|_?flat_param|fsdp2?_utils)\.py:_{0,2}init",
     ),
     (
         "wrap",
-        r":(?:_setup_for_real_optimizer|initialize_optimizer_states|fully_shard|fsdp2_prepare_model|_sync_module_states|_verify_param_shape_across_processes)$",
+        r":(?:_setup_for_real_optimizer|fully_shard|fsdp2_prepare_model|_sync_module_states|_verify_param_shape_across_processes)$",
     ),
     ("wrap", r"deepspeed/(?:__init__\.py:initialize|runtime/(?:engine|zero/\w+)\.py:(?:__init__|_configure\w*))"),
     (
         "load",
         rf":(?:{_LOADS}|set_module_tensor_to_device|load_checkpoint\w*|load_state_dict)$|torch/serialization\.py:",
     ),
+    ("forward", r":_get_per_token_logps\w*$"),
+    ("generation", r":_generate_and_score_completions$"),
     ("forward", r":(?:training_step|compute_loss|_inner_training_loop|\w*forward|train_step|forward_pass)$"),
     ("load", r":(?:cuda|to|_quantize|half|bfloat16)$|nn/modules/module\.py:(?:_apply|convert)$"),
     ("forward", r"nn/modules/module\.py:(?:(?:_wrapped)?_call_impl|__call__)$"),
