@@ -158,6 +158,7 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
     """
     if data.dataset is None:
         return None
+    from planner.frameworks.exporters.trl import REWARDED_BY, REWARDS
     from planner.samples.dataset import first_row, kind_of_data, measure, tokenizer_file
     from planner.samples.locate import path_of
 
@@ -179,5 +180,10 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
         raise UsageError(
             f"{data.dataset} has {kind} columns, --objective {objective.name} trains on {objective.columns}",
             hint=f"--objective {fitting.name} is for such data{named}",
+        )
+    if objective.rolls_out and REWARDED_BY not in first_row(path, data.names):
+        say(
+            f"{without_secrets(data.dataset)} has no column {REWARDED_BY}, which the launch files' example of a reward "
+            f"asks for: launch/{REWARDS} needs one of your own, and run.sh stops until then"
         )
     return measure(path, tokenizer=tokenizer_file(spec.model_id), columns=data.names, kinds=objective.data)

@@ -30,7 +30,7 @@ from planner.planning.decision.candidates import candidate
 from planner.planning.expressed import as_run
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.targets import own_choice
-from planner.samples.dataset import kind_of_data
+from planner.samples.dataset import first_row, kind_of_data
 from planner.samples.locate import path_of
 from planner.samples.rows import files_of
 from planner.samples.steps import steps_between_logs, steps_per_epoch
@@ -327,14 +327,16 @@ def dataset_choice(data: Data, kinds: Sequence[str], folder: Path) -> DatasetCho
         return None
     place = path_of(data.file)
     kind = data.kind or (kind_of_data(place, kinds, data.names) if place is not None else "")
+    fields = tuple(first_row(place, data.names)) if place is not None else ()
     if not Path(data.file).exists():
-        return DatasetChoice(path=data.file, columns=kind, names=data.names)
+        return DatasetChoice(path=data.file, columns=kind, names=data.names, fields=fields)
     return DatasetChoice(
         path=_from_folder(data.file, folder),
         columns=kind,
         local=True,
         plain=all(file.suffix in (".json", ".jsonl", ".parquet") for file in files_of(Path(data.file))),
         names=data.names,
+        fields=fields,
     )
 
 

@@ -287,6 +287,30 @@ def test_rows_of_other_objectives_keep_what_their_trainers_read(place: Path) -> 
     assert made(place, "rows") == [{"text": "good", "label": "1"}, {"text": "bad", "label": "0"}]
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_reward_that_asks_for_what_the_data_have_not_stops_before_training(
+    answered: bool, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan says so, and run.sh looks: TRL itself would find out after a model and vLLM are loaded."""
+    (place / "asked.jsonl").write_text(json.dumps({"prompt": "Why?"} | ({"answer": "So."} if answered else {})) + "\n")
+    out = place / f"grpo-{answered}"
+    words = ["./llama", "--gpu", "rtx-3060-12gb", "--dataset", "asked.jsonl", "--objective", "grpo", "--no-dry-run"]
+    assert run([*words, "--attention", "sdpa", "--out", str(out), "--target", "trl"]) == 0
+    assert ("has no column answer" in capsys.readouterr().err) is not answered
+    assert ("has prompt: write your own" in (out / "launch/README.md").read_text()) is not answered
+    look, config = "launch/trl/rewards.py", "launch/trl/trl-grpo.yaml"
+    assert f"python {look} {config}" in (out / "launch" / "run.sh").read_text()
+    scope = {"__name__": "rewards", "__file__": look}
+    exec((out / look).read_text(), scope)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(out)
+        if answered:
+            scope["main"](config)
+            return
+        with pytest.raises(SystemExit, match="needs a column answer; the data have prompt"):
+            scope["main"](config)
+
+
 def test_a_file_that_says_nothing_to_learn_is_an_error_with_a_row(place: Path) -> None:
     (place / "bad.jsonl").write_text(
         '{"question": "a", "answer": "b"}\n{"question": "a", "answer": ["b", {"text": 1}]}\n'

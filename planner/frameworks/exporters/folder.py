@@ -12,6 +12,7 @@ from planner.frameworks.exporters import chat, prepare, slurm
 from planner.frameworks.exporters.gated import gate_of, on_hub
 from planner.frameworks.exporters.install import install_calls
 from planner.frameworks.exporters.text import one_line, shown_path
+from planner.frameworks.exporters.trl import REWARDS
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
 from planner.options.stacks import TARGET_ROWS
 
@@ -167,6 +168,9 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
             "      fi",
         ]
         command += ' ${template[@]+"${template[@]}"}'
+    if REWARDS in placed:
+        config = next(path for path in placed if path.startswith("trl/trl-"))
+        asks.append(f"      python launch/{REWARDS} launch/{config}  # do the data have what it asks for?")
     needed = [name for name in _BY_HAND if f"${name}" in launch.command]
     return [
         f"  {launch.target})",

@@ -28,6 +28,8 @@ FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet"}
 ORPO_SCRIPT = "trl/trl-orpo.py"
 SERVER, SERVER_START_S = ("127.0.0.1", 8000), 1800
 """Where a vLLM server listens, and how long the run waits for it: TRL's own 240 seconds hold no download."""
+REWARDS, REWARDED_BY = "trl/rewards.py", "answer"
+"""The example of a reward, and the column that it asks for."""
 TEMPLATED = ("sft", "pretrain", "reward")
 """Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
 
@@ -113,7 +115,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         files.append(shipped(ORPO_SCRIPT, "trl_orpo.py.txt"))
         command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
     if setup.objective_spec.rolls_out:
-        files.append(shipped("trl/rewards.py", "trl_rewards.py.txt"))
+        files.append(shipped(REWARDS, "trl_rewards.py.txt"))
     server = _server(request) if request.serves else ""
     cards = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(request.gpus_per_node)))} if server else {}
     if several_gpus.launched(setup):
@@ -169,6 +171,13 @@ def _notes(request: ExportRequest) -> list[str]:
         "gradient_checkpointing is activation_checkpointing from transformers 5.23 on (every_n_layers needs >= 5.17); "
         "with trl < 1.16 check loss_type: only this version never materialises the logits."
     ]
+    fields = () if request.dataset is None else request.dataset.fields
+    if setup.objective_spec.rolls_out and REWARDED_BY not in fields:
+        lacking = f"{shown_path(request.dataset.path)} has {', '.join(fields)}" if request.dataset and fields else ""
+        notes.append(
+            f"The example reward asks for a column `{REWARDED_BY}`{'; ' * bool(lacking)}{lacking}: write your own in "
+            f"launch/{REWARDS}. run.sh stops before anything is loaded where a reward asks for what the data have not."
+        )
     templates, chats = setup.objective in TEMPLATED, chat.chats(request)
     if not templates and chats and request.lacks_template is not False:
         notes.append(
@@ -309,7 +318,7 @@ def _rollout(setup: TrainSetup) -> list[Section]:
     return [
         section(
             "objective",
-            Line("reward_funcs", ["launch.trl.rewards.contains_answer"], "an example: needs a column `answer`"),
+            Line("reward_funcs", ["launch.trl.rewards.contains_answer"], f"an example: needs a column `{REWARDED_BY}`"),
             Line("loss_type", "dapo", "TRL's default") if setup.objective == "grpo" else None,
             Line("normalize_advantages", False, "TRL's default") if setup.objective == "rloo" else None,
             Line(

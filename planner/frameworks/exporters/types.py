@@ -24,6 +24,7 @@ class DatasetChoice:
         columns: the kind of its samples (`planner.samples.rows.kinds_of`); "" where nobody has seen them.
         local: whether `path` is on disk; plain: whether every target's loader takes such a file.
         names: known name -> the column that has it, where columns have other names.
+        fields: the columns of its first row; () where nobody has seen them.
     """
 
     path: str
@@ -32,6 +33,7 @@ class DatasetChoice:
     local: bool = False
     plain: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
+    fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
