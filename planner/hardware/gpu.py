@@ -65,6 +65,11 @@ class GpuSpec:
         return self.bf16_flops_per_s is not None
 
     @property
+    def host_bytes(self) -> int:
+        """Memory of the CPU on a superchip that is named by it (GH200 480GB); 0 of other cards."""
+        return 480 * 10**9 if self.driver_name == "NVIDIA GH200 480GB" else 0
+
+    @property
     def is_built_in(self) -> bool:
         """Whether it comes with the machine around it: a laptop's, a Jetson module's."""
         return "Laptop" in self.name or "Jetson" in self.name

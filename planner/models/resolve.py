@@ -131,9 +131,11 @@ def _spec(
         reasons.append(answer.reason)
     if "/" in name and revision is None and (copy := _by_common_name(name)) is not None:
         return copy
+    catalogued = catalogue.find(name) if revision is not None else None
+    where = f"the catalogue has no revision {shown(revision)}" if catalogued else "not in the catalogue"
     raise UnknownModelError(
-        f"model {shown(name)} is no local directory and not in the catalogue; {'; '.join(dict.fromkeys(reasons))}",
-        hint=_hint(name),
+        f"model {shown(name)} is no local directory and {where}; {'; '.join(dict.fromkeys(reasons))}",
+        hint=f"leave --revision out to plan the catalogue's {catalogued.model_id}" if catalogued else _hint(name),
     )
 
 

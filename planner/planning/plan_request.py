@@ -58,6 +58,13 @@ class PlanRequest:
     learning_rate: float | None = None
     absent_packages: tuple[str, ...] = ()
 
+    def _host_bytes(self, gpu: GpuSpec, cluster: "Cluster | None") -> int:
+        """Memory of a machine: as said, else of the superchips in it; 0 where neither tells."""
+        host_gib = between("host-memory", self.host_gib, 100_000, "64")
+        return (
+            int(host_gib * GIB) if host_gib else gpu.host_bytes * (cluster.gpus_per_node if cluster is not None else 1)
+        )
+
     def workload(self, model: ModelSpec, gpu: GpuSpec, cluster: "Cluster | None" = None) -> Workload:
         """The request for this model on this GPU, or on a cluster of them.
 
@@ -98,7 +105,7 @@ class PlanRequest:
             gpu=gpu,
             memory_bytes=memory,
             headroom_bytes=headroom,
-            host_bytes=int((between("host-memory", self.host_gib, 100_000, "64") or 0) * GIB),
+            host_bytes=self._host_bytes(gpu, cluster),
             seq_len_tokens=seq_len_tokens,
             global_batch_seqs=batch,
             fixed=dict(fixed),

@@ -8,7 +8,7 @@ from planner.hardware.gpus import find_gpu
 from planner.options.images import Images
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan, Plan
-from tests.planner.helpers import plan_request, refusal_of
+from tests.planner.helpers import plan_request, planned, refusal_of
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -38,6 +38,13 @@ def test_a_host_that_holds_the_states() -> None:
         plan_workload(plan_request(LLAMA, "rtx-4090", fixed=whole, host_gib=64))
     assert (problem.value.hint or "").startswith("--host-memory 67 holds them")
     assert not isinstance(plan_workload(plan_request(LLAMA, "rtx-4090", fixed=whole, host_gib=67)), NoPlan)
+
+
+def test_a_superchip_is_known_to_have_its_hosts_memory() -> None:
+    """Golden: a 70B in 16 bits, LoRA, on a GH200 480GB. Before: nothing fits."""
+    workload = plan_request("meta-llama/Llama-3.3-70B-Instruct", "gh200", fixed={"method": ("lora",)})
+    assert workload.host_bytes == 480e9
+    assert planned(workload, explained=False).chosen.setup.offload == "parameters"
 
 
 def test_the_smallest_host_of_several_gpus() -> None:

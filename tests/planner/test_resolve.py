@@ -247,8 +247,9 @@ def test_ask_hub_falls_back_and_says_so() -> None:
     spec = resolve_model("Qwen/Qwen2.5-7B", ask_hub=True)
     assert spec.num_params == 7_615_616_512
     assert "hub not used" in spec.config_source
-    with pytest.raises(UnknownModelError):
+    with pytest.raises(UnknownModelError, match="has no revision 'v2'") as error:
         resolve_model("Qwen/Qwen2.5-7B", revision="v2")
+    assert error.value.hint == "leave --revision out to plan the catalogue's Qwen/Qwen2.5-7B"
 
 
 def test_ask_hub_goes_past_a_directory_of_the_same_name(stand_in: Hub, tmp_path: Path) -> None:
