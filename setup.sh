@@ -12,11 +12,17 @@ optimized='import sys, sysconfig; sys.exit("--enable-optimizations" not in (sysc
 whole='import ensurepip, os, sys, sysconfig
 sys.exit(sys.argv[1] != sysconfig.get_python_version() or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
 python="${PYTHON:-python3}"
+recent='import sys; sys.exit(sys.version_info < (3, 11))'
+if ! "$python" -c "$recent"; then
+    echo "error: Python 3.11 or newer is needed, $python is older or not there" >&2
+    echo "hint: PYTHON=python3.11 bash setup.sh $extras" >&2
+    exit 3
+fi
 version=$("$python" -c 'import sysconfig; print(sysconfig.get_python_version())')
 if [ -z "${PYTHON:-}" ] && ! python3 -c "$optimized" && /usr/bin/python3 -c "$whole" "$version" 2>/dev/null; then
     python=/usr/bin/python3
 fi
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+.venv/bin/python -c "$recent" 2>/dev/null || "$python" -m venv --clear .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 configured() { # NAME of a setting of pip: its words; a variable counts before a file, [install] before [global]
     local section found

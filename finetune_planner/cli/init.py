@@ -1,6 +1,7 @@
 """`plan init`: five questions, and the command that they make."""
 
 import shlex
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +41,12 @@ def init() -> int:
 
 def _ask(question: str, default: str, understood: Callable[[str], str]) -> str:
     while True:
-        answer = typer.prompt(question, default=default, show_default=bool(default), err=True).strip()
+        try:
+            answer = typer.prompt(question, default=default, show_default=bool(default), err=True).strip()
+        except typer.Abort as error:
+            if sys.stdin.isatty():
+                raise
+            raise UsageError("plan init asks: it needs a terminal", hint="plan MODEL --gpu GPU asks nothing") from error
         try:
             return understood(answer)
         except PlannerError as error:

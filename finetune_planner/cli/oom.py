@@ -17,6 +17,7 @@ from planner.core.redaction import without_secrets
 from planner.core.units import gib
 from planner.hardware.gpus import find_gpu
 from planner.planning.failures.diagnosis import Diagnosis, diagnose, diagnose_message
+from planner.planning.failures.message import GRADIENT_CHECKPOINTING, MICRO_BATCH
 from planner.planning.failures.snapshot import Snapshot, is_snapshot, read_snapshot
 from planner.setup.interchange import SCHEMA_VERSION, to_jsonable
 
@@ -158,6 +159,8 @@ def lines(
     for cause in diagnosis.causes[1:]:
         yield f"Also: {cause.words}."
     changes = list(dict.fromkeys(change for cause in diagnosis.causes for change in cause.changes))
+    if not diagnosis.causes:  # what holds of any part of a run
+        changes = [MICRO_BATCH, GRADIENT_CHECKPOINTING]
     if changes and checked is None:
         yield "What helps, smallest change first"
         yield from (f"→ {change}" for change in changes[: NUM_CHANGES + len(diagnosis.causes) - 1])

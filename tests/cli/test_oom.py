@@ -429,8 +429,19 @@ def test_what_is_no_such_error_is_refused_and_what_is_not_told_is_asked_for(
     assert "hint: paste it" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(OLD.encode())))
     assert run(["oom", "-"]) == 1
-    assert "Not known: the traceback" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Not known: the traceback" in out
+    assert "→ per_device_train_batch_size down" in out
     assert run(["oom", "no-such-file"]) == 2
+
+
+def test_apples_form_says_what_pytorch_holds() -> None:
+    message = read_message(
+        "RuntimeError: MPS backend out of memory (MPS allocated: 44.20 GiB, other allocations: 1.20 GiB, max allowed: "
+        "45.90 GiB). Tried to allocate 1.16 GiB on private pool."
+    )
+    assert message.allocated_bytes == pytest.approx(44.20 * GIB)
+    assert message.tried_bytes == pytest.approx(1.16 * GIB)
 
 
 def frames(*calls: str) -> list[dict[str, Any]]:

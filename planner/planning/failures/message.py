@@ -54,7 +54,7 @@ _FIGURES = {
     "free_bytes": re.compile(rf"of which {_SIZE} is free|allocated; {_SIZE} free"),
     "process_bytes": re.compile(rf"this process has {_SIZE} memory in use"),
     "allocated_bytes": re.compile(
-        rf"allocated memory {_SIZE} is allocated by PyTorch|capacity; {_SIZE} already allocated"
+        rf"allocated memory {_SIZE} is allocated by PyTorch|capacity; {_SIZE} already allocated|MPS allocated: {_SIZE}"
     ),
     "unallocated_bytes": re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated"),
     "reserved_bytes": re.compile(rf"free; {_SIZE} reserved in total by PyTorch"),
