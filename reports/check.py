@@ -14,7 +14,7 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import speed_level
 from reports.page import Page
 from reports.plain import clean, plural
-from reports.setup_text import layers_words, targets_words
+from reports.setup_text import layers_words, rollout_words, targets_words
 from reports.text import LEVEL_WORDS
 
 SHOWN = 8
@@ -131,6 +131,8 @@ def value_words(setup: TrainSetup, name: str) -> str:
             return "no embedding or output head"  # what else is named is said in words
         case "trained_layers":
             return layers_words(setup) or "all"
+        case "rollout":
+            return f"{setup.rollout_settings.num_generations} of each prompt, {rollout_words(setup)}"
         case "accumulation_steps":
             return f"{value} ({setup.global_batch_seqs:,} sequences a step)"
         case "seq_len_tokens":

@@ -64,22 +64,21 @@ def batch_words(setup: TrainSetup) -> str:
     gpus = f" on {setup.num_gpus} GPUs" if setup.num_gpus > 1 else ""
     gpus += "" if setup.single_gpu else f" ({layout_words(setup)})"
     images = f" with {setup.images.words}" if setup.images is not None else ""
+    rolled = f", {rollout_words(setup)}" if setup.objective_spec.rolls_out else ""
     return (
         f"micro-batch {setup.micro_batch_seqs} × accumulation {setup.accumulation_steps}{gpus} "
-        f"of {setup.seq_len_tokens:,} tokens{images}{rollout_words(setup)}"
+        f"of {setup.seq_len_tokens:,} tokens{images}{rolled}"
     )
 
 
 def rollout_words(setup: TrainSetup) -> str:
-    """How completions come about, as the end of a sentence; "" of an objective that generates none."""
-    if not setup.objective_spec.rolls_out:
-        return ""
+    """How the completions of an objective that generates them come about, as the end of a sentence."""
     roll = setup.rollout_settings
     names = {"vllm": "vLLM beside it", "vllm-sleep": "a vLLM that sleeps meanwhile", "vllm-server": "a vLLM server"}
     share = f" on {roll.vllm_fraction:.0%} of the card" if roll.colocated else ""
     reference = ", with a reference" if roll.reference else ""
     return (
-        f", completions of {roll.completion_tokens:,} tokens generated {setup.generation_seqs} at a time by "
+        f"completions of {roll.completion_tokens:,} tokens generated {setup.generation_seqs} at a time by "
         f"{names.get(roll.generator, roll.generator)}{share}{reference}"
     )
 

@@ -36,6 +36,8 @@ from planner.speed import speed_profile
 from planner.speed.roofline import CURRENT, conditions_of, throughput_profile
 from planner.speed.roofline.types import WITHOUT_GRADIENTS
 from planner.speed.several_gpus.speed import layout_step_time
+from reports.check import value_words
+from reports.setup_text import batch_words
 from tests.planner.helpers import loaded, plan_request, planned
 
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
@@ -479,6 +481,13 @@ def test_a_share_that_does_not_hold_the_weights_is_refused() -> None:
     fixed = {"objective": ("grpo",), "rollout": (Rollout(generator="vllm", vllm_fraction=0.1),)}
     with pytest.raises(UsageError, match=r"10% of the card has 7\.92 GiB, its weights"):
         plan_workload(PlanRequest(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), find_gpu("h100-sxm")))
+
+
+def test_a_rollout_is_told_in_words() -> None:
+    setup = generated(rollout={"generator": "vllm", "completion_tokens": 512})
+    words = "completions of 512 tokens generated 32 at a time by vLLM beside it on 30% of the card"
+    assert value_words(setup, "rollout") == f"8 of each prompt, {words}"
+    assert batch_words(setup).endswith(f"tokens, {words}")
 
 
 def test_a_server_is_started_on_one_more_gpu_and_ended_with_the_run() -> None:
