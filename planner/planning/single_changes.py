@@ -113,6 +113,12 @@ def _weights(setup: TrainSetup, gpu: GpuSpec) -> list[Tried]:
     mixed, full, double = setup.precision == "bf16-mixed", setup.method == "full", {"quantization": "nf4-double"}
     dtype = {} if setup.adapter_dtype == "auto" else {"adapter_dtype": "fp32"}
     return _where(
+        # whose matrices keep their inputs past the form of today (bitsandbytes 0.50)
+        (
+            setup.quantization == "int8" and setup.checkpointing > 0 and not setup.reentrant_checkpointing,
+            ("reentrant checkpointing", {"reentrant_checkpointing": True}, False),
+        ),
+        (setup.quantization == "int8", ("4-bit base", double, True)),
         (mixed and not full, ("bf16 weights", {"precision": "bf16-autocast"}, False)),
         (mixed and full, ("bf16 weights under autocast", {"precision": "bf16-autocast"}, True)),
         (setup.precision == "fp32" and gpu.bf16, ("bf16 autocast", {"precision": "bf16-mixed"}, True)),

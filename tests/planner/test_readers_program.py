@@ -555,6 +555,23 @@ KBIT = (
     "tok = AutoTokenizer()\ntok(1, truncation=True, max_length=64)\n"
     "Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=1, bf16=True)).train()\n"
 )
+
+
+@pytest.mark.parametrize(
+    ("told", "arguments", "older_form"),
+    [
+        ("", "", True),
+        (", gradient_checkpointing_kwargs={'use_reentrant': True}", "", True),
+        (", gradient_checkpointing_kwargs={'use_reentrant': False}", "", False),
+        ("", "gradient_checkpointing=True, ", False),  # the trainer switches it on again, in its own form
+    ],
+)
+def test_peft_checkpoints_in_the_older_form_unless_told(told: str, arguments: str, older_form: bool) -> None:
+    """peft 0.21 `prepare_model_for_kbit_training` hands transformers 5.23 no form, which is torch's default."""
+    setup = read(KBIT.format(told).replace("bf16=True", f"{arguments}bf16=True")).setup
+    assert (setup.checkpointing, setup.reentrant_checkpointing) == (1, older_form)
+
+
 SAY: dict[str, dict[str, object]] = {
     "method quantization": {
         # a dictionary of quantization settings is 4 bit

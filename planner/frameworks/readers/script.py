@@ -488,7 +488,7 @@ class _Script:
         return (self.lora if self.lora.has(key) else self.loader).raw(key, "unsloth")
 
     def _checkpointing(self) -> int:
-        arguments, prepared = self.arguments, self.training_run.prepared
+        arguments = self.arguments
         if self.unsloth:
             return int(bool(self._of_unsloth()) and self._of_unsloth() not in ("none", "false"))
         own_default = self._own_arguments() and self.defaults.checkpointing
@@ -498,19 +498,26 @@ class _Script:
             arguments.assume(f"{self.defaults.label} switches gradient checkpointing on for a quantized base")
             return 1
         default = self.trl and own_default
-        switched_on = self._switched_on(prepared)
+        switched_on = self._prepares() or self._switched_on()
         if switched_on and not default and not any(map(arguments.has, common.CHECKPOINTING)):
             return 1
         return common.checkpointing(arguments, default) or int(switched_on)
 
-    def _switched_on(self, prepared: CallResult | None) -> bool:
+    def _prepares(self) -> bool:
+        """Whether peft switches checkpointing on, of bitsandbytes' bases, GPTQ's and others', not of AWQ's.
+
+        Source: peft 0.21 `prepare_model_for_kbit_training`.
+        """
+        prepared = self.training_run.prepared
+        if prepared is None or self._quantization() == "none" or stored_method(self.model) == "awq":
+            return False
+        switched = self.settings(prepared).flag("use_gradient_checkpointing", True)
+        if switched:
+            self.arguments.assume("prepare_model_for_kbit_training switches gradient checkpointing on")
+        return switched
+
+    def _switched_on(self) -> bool:
         arguments = self.arguments
-        inner = self.settings(prepared)
-        # peft 0.21 prepare_model_for_kbit_training: bitsandbytes' bases, GPTQ's and others', not AWQ's
-        quantized = self._quantization() != "none" and stored_method(self.model) != "awq"
-        if prepared is not None and quantized and inner.flag("use_gradient_checkpointing", True):
-            arguments.assume("prepare_model_for_kbit_training switches gradient checkpointing on")
-            return True
         enabled = self._called("gradient_checkpointing_enable") and not self._called("gradient_checkpointing_disable")
         if enabled and self.training_run.loop is not None and not self._called("train"):
             arguments.assume(
@@ -520,15 +527,24 @@ class _Script:
         return enabled
 
     def _reentrant(self) -> bool:
-        if self.unsloth or not versions.reentrant(self.transformers, self.defaults if self.trl else None):
+        """The form of checkpointing, where the trainer's arguments do not say it: the trainer's own where that switches
+        it on, else the program's. peft hands on no form where it is told none, which is torch's default: reentrant.
+
+        Source: transformers 5.23 `activation_checkpointing_enable`; torch 2.13 `checkpoint` (`use_reentrant` None).
+        """
+        if self.unsloth:
             return False
+        default = versions.reentrant(self.transformers, self.defaults if self.trl else None)
+        arguments = self.arguments
+        by_trainer = self.trl and self._own_arguments() and self.defaults.checkpointing
+        if arguments.flag(arguments.first(*common.CHECKPOINTING), by_trainer):
+            return default
         calls = [model.called.get("gradient_checkpointing_enable") for model in self.training_run.model_calls]
         for call in (self.training_run.prepared, *calls):
             kwargs = self.settings(call).raw("gradient_checkpointing_kwargs")
-            given = isinstance(kwargs, dict) and "use_reentrant" in kwargs
-            if given and not self.arguments.has("gradient_checkpointing"):
+            if isinstance(kwargs, dict) and "use_reentrant" in kwargs:
                 return kwargs["use_reentrant"] is True
-        return True
+        return default or self._prepares()
 
     def _length(self) -> int:
         if self.objective_spec.rolls_out:
