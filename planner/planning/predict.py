@@ -97,7 +97,7 @@ def predict(
         memory_band_fraction=profile_band(setup) if memory.profiled else memory_band(model, setup, gpu),
         step_time_s=speed.step_time_s,
         tokens_per_s=speed.tokens_per_s,
-        time_band_fraction=max(speed.band_fraction, time_band(model)),
+        time_band_fraction=max(speed.band_fraction, time_band(model, gpu)),
         mfu_fraction=speed.mfu_fraction,
         time_parts_s=speed.parts_s,
         notes=(*notes, *_loop_notes(model, gpu, setup, cluster, memory.peak_device_bytes, speed), *speed.notes),
