@@ -51,7 +51,9 @@ def with_run_speed(
         prediction,
         step_time_s=run.step_s,
         tokens_per_s=setup.tokens_per_step / run.step_s,
-        time_band_fraction=max(formula.program_band(setup, max(run.band_fraction, card_band(gpu))), time_band(model, gpu)),
+        time_band_fraction=max(
+            formula.program_band(setup, max(run.band_fraction, card_band(gpu))), time_band(model, gpu)
+        ),
         mfu_fraction=mfu_fraction,
         time_parts_s=run.parts_s,
         notes=(*prediction.notes, *host_notes(run)),
