@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_TERMS = 12
 BAR_MIN, BAR_MAX = 16, 48
+NARROW = 56
+"""Columns of a terminal below which words are worth more than bars and further figures."""
 MAX_TERM_WIDTH = 34
 NUM_ENOUGH = 4
 EVERYTHING = frozenset({"all"})
@@ -171,7 +173,8 @@ def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
     longest = max(len(row.label) for row in parts.rows)
     term_width = 2 + max(len("peak on the device"), min(MAX_TERM_WIDTH, longest))
     width = max(BAR_MIN, min(BAR_MAX, page.console.width - term_width - 2 - len("139.80 GiB") - 2 - 1))
-    table = page.table("  term", "size", "bar", right=("size",), fixed=("bar",), header=False)
+    columns = ("  term", "size", "bar")[: 2 if page.console.width < NARROW else 3]
+    table = page.table(*columns, right=("size",), fixed=("bar",), header=False)
     table.columns[0].max_width = term_width
     for row in parts.rows:
         filled = "░" if row.category in ("free", "headroom") else "█"
@@ -179,14 +182,14 @@ def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
             table,
             text.hanging(row.label, term_width),
             gib(row.size_bytes),
-            _bar(row, scale_bytes, memory_bytes, width, filled),
+            *([_bar(row, scale_bytes, memory_bytes, width, filled)] if len(columns) > 2 else []),
         )
     whole = MemoryRow(category="other", label="", size_bytes=peak.peak_device_bytes, start_bytes=0)
     page.row(
         table,
         "  peak on the device",
         gib(peak.peak_device_bytes),
-        _bar(whole, scale_bytes, memory_bytes, width, "█"),
+        *([_bar(whole, scale_bytes, memory_bytes, width, "█")] if len(columns) > 2 else []),
         style="bold",
     )
     page.show(table)
@@ -238,15 +241,15 @@ def _alternatives(page: Page, plan: Plan) -> None:
     if not plan.alternatives:
         return
     page.head("Beside it")
-    wide = page.console.width >= 110
+    wide, narrow = page.console.width >= 110, page.console.width < NARROW
     columns = (
         "",
         "tokens/s",
         "peak",
-        "rank",
+        *(() if narrow else ("rank",)),
         "fits",
         *(("from", "difference") if wide else ()),
-        "what it costs or buys",
+        *(() if narrow else ("what it costs or buys",)),
     )
     table = page.table(*columns, right=("tokens/s", "peak", "rank"))
     rows = compared(plan)
@@ -259,10 +262,10 @@ def _alternatives(page: Page, plan: Plan) -> None:
             clean(label),
             f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-",
             gib(peak.peak_device_bytes),
-            str(setup.lora_rank) if setup.lora_rank else "-",
+            *(() if narrow else (str(setup.lora_rank) if setup.lora_rank else "-",)),
             text.fit_word(candidate),
             *extra,
-            clean(trade),
+            *(() if narrow else (clean(trade),)),
             style="bold" if candidate is plan.chosen else "",
         )
     page.show(table)

@@ -294,6 +294,14 @@ def test_a_count_is_never_in_powers_of_ten(number: float, words: str) -> None:
     assert count(number) == words
 
 
+def test_a_narrow_terminal_keeps_the_words() -> None:
+    """Before: the terms of a sum were cut to eight letters."""
+    terms = re.findall(r"^  (\w.*?) +\d+\.\d+ [GM]iB  ", printed(PAGES["estimate_failed"], 120), re.MULTILINE)
+    assert len(terms) > 3
+    shown = printed(PAGES["estimate_failed"], 40)
+    assert all(re.search(rf"^  {re.escape(term)} ", shown, re.MULTILINE) for term in terms if len(term) < 24)
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
 def test_no_figure_of_a_table_is_cut_where_the_terminal_is_narrow(width: int) -> None:
     """A cut figure is a wrong one (63 as 6), a cut key cannot be typed: rows are longer then, and words wrap."""
