@@ -10,7 +10,7 @@ from planner.speed.roofline import Calibration, Conditions, throughput_profile
 from planner.speed.roofline.family import GRADIENT_ADD_PASSES
 from planner.speed.roofline.profile import ThroughputProfile
 from planner.speed.roofline.types import WITHOUT_GRADIENTS
-from planner.speed.several_gpus.traffic import Traffic, computed, traffic_of
+from planner.speed.several_gpus.traffic import Traffic, computed, reduces_each, traffic_of
 
 
 class Micro(NamedTuple):
@@ -36,7 +36,7 @@ class Rank:
         add_s: adding one micro-batch's gradients to the sum.
     """
 
-    __slots__ = ("_host_s", "_setup", "_speed", "add_s", "part", "profile", "traffic")
+    __slots__ = ("_host_s", "_reduces_each", "_setup", "_speed", "add_s", "part", "profile", "traffic")
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class Rank:
             units = self.traffic.layers + 1 + self.traffic.small_units
             host += units * gathers * calibration.layout_constants.unit_host_s
         self._host_s = host
+        self._reduces_each = reduces_each(setup, fsdp_1=conditions.fsdp_1)
         self.add_s = self._add()
 
     def optimizer_s(self, optimizer: str) -> tuple[float, float]:
@@ -93,7 +94,7 @@ class Rank:
     def _add(self) -> float:
         """The whole gradient, or this rank's share where each micro-batch's is reduced."""
         family = self.profile.family
-        shards = self._setup.shards if self._setup.parallel in ("zero2", "zero3") else 1
+        shards = self._setup.shards if self._reduces_each else 1
         return GRADIENT_ADD_PASSES * family.trained_params * family.trained_bytes / shards / self._speed.bandwidth
 
     def micro(self, seqs: int, longer: float = 1.0) -> Micro:

@@ -10,7 +10,7 @@ from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import LayoutConstants
 from planner.speed.several_gpus.collectives import Collectives, Group, group_of
 from planner.speed.several_gpus.compute import Micro
-from planner.speed.several_gpus.traffic import Traffic, computed
+from planner.speed.several_gpus.traffic import Traffic, computed, reduces_each
 
 DDP_BUCKET_BYTES = 25 * 1024 * 1024
 ZERO_BUCKET_BYTES = 5e8 * 2
@@ -52,7 +52,8 @@ class DataParallel:
     """
 
     __slots__ = (
-        "_alike", "_collectives", "_host_rate", "_overlap_cost", "_replicas", "_setup", "_shards", "_traffic",
+        "_alike", "_collectives", "_host_rate", "_overlap_cost", "_reduces_each",
+        "_replicas", "_setup", "_shards", "_traffic",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +73,7 @@ class DataParallel:
         self._replicas: Group = group_of(cluster, setup.shardable_ranks // self._shards.size, inner * self._shards.size)
         ways = setup.expert_degree  # ranks that hold the same experts stand that far apart
         self._alike: Group = group_of(cluster, self._shards.size // ways, inner * ways)
+        self._reduces_each = reduces_each(setup, fsdp_1=fsdp_1)
         self._host_rate = host_rate / _times_wider(setup) if host_rate else 0.0
 
     def micro(self, micro: Micro, seqs: int) -> Exposed:
@@ -83,9 +85,9 @@ class DataParallel:
             return Exposed(self._one_process(seqs), self._one_process(seqs))
         if parallel in ("zero3", "fsdp2"):
             reducing = self._sharded(micro, True)
-            return Exposed(reducing if parallel == "zero3" else self._sharded(micro, False), reducing)
+            return Exposed(reducing if self._reduces_each else self._sharded(micro, False), reducing)
         reducing = self._reduced(micro)
-        return Exposed(reducing if parallel == "zero2" else 0.0, reducing)
+        return Exposed(reducing if self._reduces_each else 0.0, reducing)
 
     def step_s(self) -> float:
         """Exposed communication after the optimizer: ZeRO 1 and 2 gather the new weights."""

@@ -65,6 +65,12 @@ def computed(setup: TrainSetup, conditions: Conditions = CURRENT) -> TrainSetup:
     return engine_of(setup).computes(setup)
 
 
+def reduces_each(setup: TrainSetup, *, fsdp_1: bool) -> bool:
+    """Whether each micro-batch's gradients are reduced to a rank's share, not the last one's sum: ZeRO 2 and 3, FSDP2
+    as launch files here have it (`sync_each_batch`); published runs of FSDP 1 waited."""
+    return setup.parallel in ("zero2", "zero3") or (setup.parallel == "fsdp2" and setup.sync_each_batch and not fsdp_1)
+
+
 def traffic_of(part: ModelSpec, setup: TrainSetup, conditions: Conditions = CURRENT) -> Traffic:
     """The traffic of one part of a model under a setup's data types, counted once per what it depends on."""
     key = (
