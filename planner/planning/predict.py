@@ -14,6 +14,7 @@ from planner.memory.attention_kernels import (
     untrained_sinks,
 )
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
+from planner.memory.engines.fsdp2 import dtensor_refusal
 from planner.memory.model import memory_of
 from planner.memory.states import linear_bytes, paged_bytes, pinned_bytes, streamed_stacks, weight_bytes
 from planner.memory.trained import trained_parameters
@@ -166,7 +167,7 @@ def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> froz
 def cannot_run(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, ...]:
     """Why nothing runs this setup of the model on this card; empty where something does."""
     runs = setup.replace_trusted(attention="eager") if untrained_sinks(model, gpu, setup) else setup
-    reasons = [missing_kernels(model, gpu, runs), stored_refusal(setup, model)]
+    reasons = [missing_kernels(model, gpu, runs), stored_refusal(setup, model), dtensor_refusal(setup)]
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions and model.front_end is not None:
         beyond = f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions"

@@ -38,6 +38,21 @@ from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 
 
+def dtensor_refusal(setup: TrainSetup) -> str:
+    """Why the setup's optimizer cannot step FSDP2's DTensors, "" where it can."""
+    if setup.parallel != "fsdp2" or setup.fsdp_version != 2 or OPTIMIZERS[setup.optimizer].steps_dtensors:
+        return ""
+    if setup.optimizer == "adafactor":
+        return (
+            "transformers' Adafactor mixes plain tensors with FSDP2's DTensors and raises (transformers 5.23 "
+            "optimization.py: zeros of the gradient's shape)"
+        )
+    return (
+        f"bitsandbytes' {setup.optimizer} has no step for FSDP2's DTensors (bitsandbytes-foundation/"
+        "bitsandbytes issue 1633)"
+    )
+
+
 @final
 class Fsdp2(Engine):
     """FSDP2 as Accelerate sets it up: everything cut along the first dimension, gathered block by block.
@@ -155,17 +170,7 @@ class Fsdp2(Engine):
                 "whose forward nobody calls (liger-kernel 0.8.5 llama.py lce_maybe_trainable_lm_head knows FSDP "
                 "version 1 alone; dry-run: mixed torch.Tensor and DTensor)"
             )
-        if setup.optimizer == "adafactor":
-            return (
-                "transformers' Adafactor mixes plain tensors with FSDP2's DTensors and raises (transformers 5.23 "
-                "optimization.py: zeros of the gradient's shape)"
-            )
-        if not OPTIMIZERS[setup.optimizer].steps_dtensors and setup.fsdp_version == 2:
-            return (
-                f"bitsandbytes' {setup.optimizer} has no step for FSDP2's DTensors (bitsandbytes-foundation/"
-                "bitsandbytes issue 1633)"
-            )
-        return ""
+        return dtensor_refusal(setup)
 
 
 HOLES_OF_LAYER, HOLES_OF_TABLE = 0.9, 1 / 3

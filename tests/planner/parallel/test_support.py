@@ -2,8 +2,10 @@
 
 import pytest
 
+from planner.hardware.gpus import find_gpu
 from planner.memory.engines import ENGINES, engine_named, why_not
 from planner.options.optimizers import OPTIMIZERS as ROWS
+from planner.planning.predict import cannot_run
 from planner.setup import TrainSetup
 from planner.setup.allowed import OPTIMIZERS, PARALLELS, SHARDED
 from tests.planner.helpers import loaded
@@ -65,6 +67,13 @@ def test_refusals_name_their_source(fields: dict[str, object], word: str) -> Non
 )
 def test_what_the_engines_run(fields: dict[str, object]) -> None:
     assert why_not(loaded(), TrainSetup(num_gpus=8, **fields)) == ""  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("optimizer", "runs"), [("adafactor", False), ("adamw-8bit", False), ("adamw", True)])
+def test_a_job_whose_optimizer_mixes_tensors_cannot_run(optimizer: str, runs: bool) -> None:
+    """What `plan check` asks of a job that exists, as `plan` asks it of one that it chooses."""
+    setup = TrainSetup(num_gpus=4, parallel="fsdp2", optimizer=optimizer, **FULL)  # type: ignore[arg-type]
+    assert (cannot_run(loaded(), find_gpu("l40s"), setup) == ()) is runs is (why_not(loaded(), setup) == "")
 
 
 def test_one_gpu_is_never_refused() -> None:

@@ -208,6 +208,14 @@ def test_stand_in_rows_are_of_the_objective_that_is_known(objective: str, column
         assert len(row["chosen"]) + 1 == 64  # and the token that ends it: its trainer drops what is longer
 
 
+def test_rows_of_a_program_that_classifies_have_a_label(phantom: Phantom, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(sys.modules["__main__"], "AutoModelForSequenceClassification", object, raising=False)
+    assert datasets.load_dataset("nobody/knows-this", split="train").column_names == ["text", "label"]
+
+
 def test_a_column_that_stand_in_rows_lack_is_added(phantom: Phantom, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program reads the columns that its data set has; its name does not always tell them."""
     import datasets
