@@ -1,6 +1,7 @@
 """What is written into the folder that a person named with `--out`, again and again, without losing what the person
 changed there."""
 
+import errno
 from collections.abc import Container, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -50,11 +51,14 @@ def say_kept(path: Path, kept: Path) -> None:
     say(f"kept as {kept}: {path} was not as a plan had written it, and is written anew")
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 def cannot_write(path: Path, error: OSError) -> EnvironmentProblem:
     """A full disk, a missing permission, a folder of that name."""
     return EnvironmentProblem(
         f"cannot write {error.filename or path}: {error.strerror or error}",
-        hint="choose another --out directory, or free some space",
+        hint="choose another --out directory" + (", or free some space" if error.errno in FULL else ""),
     )
 
 

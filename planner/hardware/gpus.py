@@ -436,7 +436,7 @@ def _named(text: str) -> GpuSpec:
     agreeing = [key for key in could_be if _agrees(key, gib)]
     if len(agreeing) == 1 and same:
         return _with_size(agreeing[0], gib)
-    if usual or (len(agreeing) == 1 and gib):
+    if usual or (len(agreeing) == 1 and (gib or len(words_of(text)) > 1)):  # "laptop 4060": no other has these words
         key = (usual or agreeing)[0]
         spec, others = _with_size(key, gib), ", ".join(candidate for candidate in could_be if candidate != key)[:120]
         return replace(spec, taken_as=f"{text!r}: taken as {spec.name}, {key}" + (f" (not {others})" if others else ""))

@@ -228,6 +228,6 @@ def _check_against_weights(spec: ModelSpec, directory: Path) -> None:
     if abs(stored / spec.num_params - 1) > TOLERANCE_FRACTION:
         raise ConfigError(
             f"{directory}: config.json describes {spec.num_params / 1e9:.2f} B parameters, {INDEX_NAME} holds "
-            f"{stored / 1e9:.2f} B",
+            f"{stored / 1e9:.5g} B",
             hint="the configuration lacks a size, or belongs to another model: take both from the same revision",
         )

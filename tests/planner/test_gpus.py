@@ -457,6 +457,11 @@ def test_a_rented_machine_is_its_cards(name: str, num: int, key: str) -> None:
     assert gpus.card_and_count(name, None) == (key, num)
 
 
+def test_words_that_one_card_alone_has_are_that_card() -> None:
+    card = gpus.find_gpu("laptop 4060")
+    assert (card.key, "taken as" in card.taken_as) == ("rtx-4060-laptop", True)
+
+
 def test_every_instance_has_cards_of_the_table() -> None:
     assert {key for _, key in instances._instances().values()} <= {row["key"] for row in TABLE}
 
