@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines import engine_of
 from planner.memory.layers import in_common
-from planner.memory.micro_batch import ActivationParts, SharedLayerCosts, shared_layer_costs
+from planner.memory.micro_batch import ActivationParts, ReferenceForward, SharedLayerCosts, shared_layer_costs
 from planner.memory.model import step_profile_of
 from planner.memory.profiles import ProfiledStep, buckets, reserved_peak
 from planner.memory.rank_part import RankPart, rank_parts
@@ -77,22 +77,21 @@ def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
 
 
 class _Activations:
-    """A part's activations.
-
-    Attributes:
-        freed_before_loss_backward: what the loss meets of them (`LossMoment.largest`).
-    """
+    """A part's activations."""
 
     def __init__(self, layers: "_Layers", inner: TrainSetup) -> None:
         self._layers, self._inner = layers, inner
         self.parts, self._one = layers.computed(inner, 1)
-        self.freed_before_loss_backward = self.parts.freed_before_loss_backward, self.parts.reference
         self._sizes: dict[int, dict[str, int]] = {}
+
+    @cached_property
+    def _two(self) -> tuple[ActivationParts, tuple[Moment, ...]]:
+        return self._layers.computed(self._inner, 2)
 
     @cached_property
     def _lines(self) -> list[tuple[str, int, int]]:
         """(name of a moment, bytes at micro-batch 1, of each further sequence)."""
-        pairs = zip(self._one, self._layers.computed(self._inner, 2)[1], strict=True)
+        pairs = zip(self._one, self._two[1], strict=True)
         return [(first.name, first.size_bytes, second.size_bytes - first.size_bytes) for first, second in pairs]
 
     def sizes(self, micro_batch_seqs: int) -> dict[str, int]:
@@ -102,6 +101,17 @@ class _Activations:
             lines = ((name, intercept + more * slope) for name, intercept, slope in self._lines)
             sizes = self._sizes[micro_batch_seqs] = largest_by_name(lines)
         return sizes
+
+    def reference(self, micro_batch_seqs: int) -> ReferenceForward:
+        """What a reference model's forward holds."""
+        reference, more = self.parts.reference, micro_batch_seqs - 1
+        if not (reference.frames and more):
+            return reference
+        further = self._two[0].reference
+        return reference._replace(
+            frames=reference.frames + more * (further.frames - reference.frames),
+            layer=reference.layer + more * (further.layer - reference.layer),
+        )
 
 
 class _Layers:
@@ -284,7 +294,7 @@ class Family:
         return at
 
     def _by_closed_forms(self, loss: str, optimizers: Sequence[str]) -> AtPair:
-        rank, setup, (until, reference) = self._rank, self._setup, self._activations.freed_before_loss_backward
+        rank, setup, until = self._rank, self._setup, self._activations.parts.freed_before_loss_backward
         holding = [rank.baseline(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
         stepping = [rank.stepping(baseline, optimizers) for baseline in holding]
         loss_memories = [rank.in_loss(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
@@ -302,7 +312,8 @@ class Family:
                     chain, outputs, others = rank.chain(setup, loss, index, state)
                     losses[index] = LossMoment.of(state, chain, outputs), others, chain.kept_bytes
                 moment, others, kept = losses[index]
-                in_loss, resident = moment.largest(until, reference) + others, resident + kept
+                in_loss = moment.largest(until, self._activations.reference(micro)) + others
+                resident += kept
             largest = max([engine_bytes[name] + size for name, size in sizes.items()])
             largest = max(largest, engine_bytes["loss"] + sizes["loss"] + in_loss)
             alone, layer = transient_bytes(sizes, in_loss)

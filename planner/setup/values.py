@@ -350,6 +350,11 @@ class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute,
         return self.seq_len_tokens - self.rollout_settings.completion_tokens
 
     @property
+    def trainer_title(self) -> str:
+        """Whose trainer runs the objective's step, for people."""
+        return self.trainer.title.replace("SFTTrainer", self.objective_spec.trainer or "SFTTrainer")
+
+    @property
     def generation_seqs(self) -> int:
         """Completions that are generated at once."""
         return self.rollout_settings.at_once(self.global_batch_seqs)

@@ -483,6 +483,20 @@ def test_a_share_that_does_not_hold_the_weights_is_refused() -> None:
         plan_workload(PlanRequest(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), find_gpu("h100-sxm")))
 
 
+def test_a_reference_grows_with_the_micro_batch_and_rows_beside_a_choice_keep_its_precision() -> None:
+    """What the walk said is what the composition says, and who trains is TRL's class of the objective."""
+    fixed = {"objective": ("dpo",), "method": ("full",)}
+    workload = PlanRequest(fixed=fixed, seq_len=2048).workload(MODEL, find_gpu("a100-80gb"))
+    plan = planned(workload)
+    answers = {answer.question: answer for answer in plan.tree}
+    assert plan.chosen.setup.micro_batch_seqs > 1
+    peak = answers["Which micro-batch, and how much accumulation?"].needed_bytes
+    assert peak == plan.chosen.formula.peak_device_bytes
+    assert answers["Which program?"].choice == "TRL's DPOTrainer"
+    beside = [row for row in plan.alternatives if row.label in ("checkpointing on", "larger micro-batch")]
+    assert {row.candidate.setup.precision for row in beside} <= {plan.chosen.setup.precision}
+
+
 def test_a_rollout_is_told_in_words() -> None:
     setup = generated(rollout={"generator": "vllm", "completion_tokens": 512})
     words = "completions of 512 tokens generated 32 at a time by vLLM beside it on 30% of the card"

@@ -97,7 +97,7 @@ def _offers(setup: TrainSetup, node: Node, nodes: Mapping[Node, NodeResults]) ->
         yield "smallest memory", smallest.setup
     if not setup.checkpointing and (setup.method == "full" or setup.kind.checkpointing):
         yield "with checkpointing", setup.replace(checkpointing=1)
-    ranked = nodes[node].ranked()
+    ranked = [point for point in nodes[node].ranked() if point.shared.precision == setup.precision]
     if point := next((point for point in ranked if point.shared.checkpointing != setup.checkpointing), None):
         yield "checkpointing " + ("on" if point.shared.checkpointing else "off"), point.setup
     larger = (p for p in ranked if p.micro_batch_seqs > setup.micro_batch_seqs and p.loss == setup.loss)

@@ -287,7 +287,7 @@ def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
 
 
 def _program_answer(workload: Workload, best: WalkedSetup, results: NodeResults) -> Answer:
-    setup, title = best.setup, best.shared.trainer.title
+    setup, title = best.setup, best.shared.trainer_title
     if workload.targets:
         return Answer("Which program?", title, "asked for (--target)")
     if setup.stack == DEFAULT:
@@ -332,7 +332,7 @@ def _kernels_answer(workload: Workload, best: WalkedSetup) -> Answer:
     if setup.kernels != "eager":
         reason = f"{kernels_words(workload, setup)} (against eager kernels)"
     elif first == "eager":
-        reason = f"{setup.trainer.title} runs no others"
+        reason = f"{setup.trainer_title} runs no others"
     elif missing := missing_kernels(workload.model, workload.gpu, setup.replace_trusted(kernels=first)):
         reason = missing
     elif (package := PACKAGED["kernels"].get(first, "")) in workload.absent_packages:
