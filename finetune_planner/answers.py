@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from planner.frameworks.exporters import ExportRequest, Launch
+    from planner.hardware.cluster import Cluster
     from planner.planning.check import CheckResult
     from reports.page import Sheet
 
@@ -208,6 +209,7 @@ class Estimate(_Answer):
     model: ModelSpec
     gpu: GpuSpec
     memory_bytes: int
+    cluster: "Cluster | None" = None
 
     @property
     def fits(self) -> bool:
@@ -217,7 +219,7 @@ class Estimate(_Answer):
     def to_dict(self) -> dict[str, Any]:
         from reports.plan_json import estimate_to_dict
 
-        return estimate_to_dict(self.candidate, self.model.model_id, self.gpu.key)
+        return estimate_to_dict(self.candidate, self.model.model_id, self.gpu.key, cluster=self.cluster)
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """The terms of memory at the peak, largest first: category, name, bytes.

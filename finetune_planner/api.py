@@ -134,11 +134,14 @@ def estimate(
     dry_run: bool = True,
     memory_gib: float | None = None,
     headroom: float | None = None,
+    nodes: int | None = None,
+    interconnect: str | None = None,
     **setup: Any,
 ) -> Estimate:
-    """Memory and speed of one setup on one GPU: `plan estimate`.
+    """Memory and speed of one setup: `plan estimate`.
 
     Args:
+        nodes, interconnect: of several GPUs (`num_gpus` and `parallel` are the setup's), as in `plan`.
         setup: fields of `planner.setup.TrainSetup` (the interchange form): method, lora_rank, quantization,
             micro_batch_seqs, seq_len_tokens, ..., or what trainers call them (lora_r, batch_size, max_length, ...);
             what is not given takes its default.
@@ -147,7 +150,7 @@ def estimate(
         PlannerError: a name that is not known, or a setup that cannot exist.
     """
     from finetune_planner.cli.estimate import candidate_of
-    from finetune_planner.cli.options import Memory
+    from finetune_planner.cli.options import Memory, cluster_of
     from planner.frameworks.readers.types import SHORT_NAMES
     from planner.hardware.gpus import find_gpu
     from planner.memory.attention_kernels import default_attention
@@ -156,13 +159,12 @@ def estimate(
 
     setup = _named(setup, SHORT_NAMES)
     spec, card, wanted = resolve_model(str(model)), find_gpu(gpu), setup_from_request(setup)
-    if wanted.num_gpus > 1:
-        raise UsageError("estimate answers for one GPU", hint="plan(MODEL, GPU, gpus=N), or plan estimate --gpus N")
     if "attention" not in setup:
         wanted = wanted.replace(attention=default_attention(spec))
     memory = Memory(memory_gib=memory_gib, headroom=headroom)
-    candidate = candidate_of(spec, card, wanted, memory, dry=dry_run)
-    return Estimate(candidate, spec, card, memory.of(card)[0])
+    cluster = cluster_of(card, wanted.num_gpus, nodes, interconnect)
+    candidate = candidate_of(spec, card, wanted, memory, dry=dry_run, cluster=cluster)
+    return Estimate(candidate, spec, card, memory.of(card)[0], cluster)
 
 
 def check(

@@ -237,3 +237,11 @@ def test_settings_have_the_names_that_trainers_give_them() -> None:
     assert (setup.lora_rank, setup.global_batch_seqs, setup.seq_len_tokens) == (8, 4, 512)
     with pytest.raises(PlannerError, match="lora_r and rank are one option"):
         plan(MODEL, "rtx-4090", dry_run=False, lora_r=8, rank=16)
+
+
+def test_estimate_takes_several_gpus_and_their_nodes() -> None:
+    two = {"method": "full", "num_gpus": 16, "parallel": "fsdp2", "dry_run": False}
+    fast = estimate(MODEL, "h100-sxm", nodes=2, interconnect="ib-3200", **two)
+    slow = estimate(MODEL, "h100-sxm", nodes=2, interconnect="ethernet-10", **two)
+    assert fast.candidate.formula.tokens_per_s > 2 * slow.candidate.formula.tokens_per_s
+    assert slow.to_dict()["cluster"] == {"num_nodes": 2, "within": "nvlink", "between": "ethernet-10"}

@@ -161,7 +161,7 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     and which engine is faster than the planned one. Where the usual length does not fit and nobody asked for it, the
     plan is for the longest of `SHORTER` that does (by more than its band, where one does so), and says so."""
     from planner.planning.groups import WalkCache
-    from planner.planning.targets import with_engine_note
+    from planner.planning.targets import with_engine_note, with_one_node_note
 
     usual, workload = workload.usual_length, replace(workload, usual_length=False)
     workload = with_known_context(workload) if history else workload
@@ -169,7 +169,7 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     answer = _answered(workload, observations, walked, dry_run=dry_run)
     if isinstance(answer, NoPlan) and usual:
         answer = _of_a_shorter_length(workload, observations, walked, dry_run=dry_run) or answer
-    return with_engine_note(answer, walked) if isinstance(answer, Plan) else answer
+    return with_one_node_note(with_engine_note(answer, walked)) if isinstance(answer, Plan) else answer
 
 
 def _of_a_shorter_length(

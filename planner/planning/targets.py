@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.core.errors import NotExpressed, SetupError, UsageError
-from planner.core.notes import risk
+from planner.core.notes import measured, risk
 from planner.core.records import dataclass
 from planner.memory.attention_kernels import has_expert_stacks, missing_kernels
 from planner.memory.workload import Workload
@@ -129,3 +129,25 @@ def with_engine_note(plan: Plan, cache: WalkCache) -> Plan:
         words = f"{row.title}: {speed:,.0f} tokens/s predicted ({band}), {times}, left out: {row.refused}"
         plan = replace(plan, notes=(risk(f"{words} (--target {row.target} plans for it)"), *plan.notes))
     return plan
+
+
+def with_one_node_note(plan: Plan) -> Plan:
+    """The plan with one sentence where one of its nodes alone is faster than all of them over their network."""
+    request, chosen = plan.workload, plan.chosen.formula
+    cluster, waits = request.cluster, ("communication", "bubble")
+    if cluster is None or cluster.num_nodes == 1 or not chosen.step_time_s or not chosen.tokens_per_s:
+        return plan
+    if sum(chosen.time_parts_s.get(name, 0.0) for name in waits) < WAITING_FROM_FRACTION * chosen.step_time_s:
+        return plan
+    each = cluster.gpus_per_node
+    one_node = replace(cluster, num_gpus=each, num_nodes=1, between=None)
+    alone = choose_alone(replace(request, cluster=one_node))
+    speed = (tokens_per_s(TargetChoice(target="", title="", candidate=alone)) or 0.0) if alone else 0.0
+    if speed <= chosen.tokens_per_s:
+        return plan
+    words = f"one of these nodes alone is faster: {each} GPUs {speed:,.0f} tokens/s, all {chosen.tokens_per_s:,.0f}"
+    return replace(plan, notes=(measured(f"{words} over their network (--gpus {each})"), *plan.notes))
+
+
+WAITING_FROM_FRACTION = 0.2
+"""Of a step, sent and waited for, from which one node alone is planned too: below it half the GPUs are no faster."""

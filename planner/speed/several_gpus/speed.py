@@ -228,6 +228,14 @@ class Loop:
         return [micro * tokens * steps / self.step_s(optimizer, micro, steps) for micro, steps in pairs]
 
 
+SLOW_HOST_BAND = 1.4
+"""How much longer the host's part of a step may take, as a fraction: CPU-Adam moves what the host's memory does, and
+its rate was fitted on servers (124 GB/s a node). Two channels of DDR4-3200 move 51 GB/s at most.
+
+Source: JEDEC JESD79-4. Two TITAN RTX with GPT-2 XL under ZeRO-3 took longer still (huggingface/blog
+accelerate-deepspeed.md: 362 tokens/s, 2,740 predicted)."""
+
+
 class LayoutProfile:
     """Step times of all setups that differ only in micro-batch and accumulation."""
 
@@ -264,6 +272,7 @@ class LayoutProfile:
         unmeasured = 0.0
         if not setup.objective_spec.supervised:
             unmeasured = (parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0) + generation) / total
+        unmeasured += SLOW_HOST_BAND * parts.get("offload", 0.0) / total
         return StepTime(
             step_time_s=total,
             parts_s=parts,
@@ -291,7 +300,10 @@ class LayoutProfile:
             return []
         rate = self._calibration.layout_constants.cpu_adam_bytes_per_s
         moved = f"{offload.optimizer_bytes(self._setup)} bytes a parameter"
-        return [f"The optimizer runs on the CPUs of each node: {moved}, taken to move {rate / 1e9:.0f} GB/s."]
+        return [
+            f"The optimizer runs on the CPUs of each node: {moved}, taken to move {rate / 1e9:.0f} GB/s as "
+            "servers did; a workstation's memory moves 50 or less."
+        ]
 
 
 def _program_beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:

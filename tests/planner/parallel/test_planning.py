@@ -21,6 +21,7 @@ from planner.planning.decision.results import LAYOUT_GAIN_FRACTION
 from planner.planning.plan import Answer, NoPlan, Plan, correction_key
 from planner.planning.predict import device_peak_bytes, predict
 from planner.planning.refine import refine
+from planner.planning.targets import with_one_node_note
 from planner.setup import TrainSetup
 from planner.setup.outcome import Fidelity, Prediction
 from tests.planner.helpers import known_of, plan_request, planned, refusal_of
@@ -345,3 +346,12 @@ def test_what_only_may_fit_gives_way_to_the_hosts_memory() -> None:
         for alternative in plan.alternatives
     )
     assert answer(plan, "host").reason == "nothing surely fits on the GPUs alone"
+
+
+def test_a_plan_over_a_slow_network_says_that_one_node_is_faster() -> None:
+    """10 Gbit/s Ethernet between two nodes of eight H100: one node alone is more than twice as fast."""
+    slow = make_cluster(find_gpu("h100-sxm"), 16, num_nodes=2, interconnect="ethernet-10")
+    plan = planned(replace(job("meta-llama/Llama-3.1-8B", "h100-sxm", 16, fixed={"method": ("full",)}), cluster=slow))
+    noted = with_one_node_note(plan)
+    assert noted.notes[0].startswith("one of these nodes alone is faster: 8 GPUs ")
+    assert with_one_node_note(replace(plan, workload=replace(plan.workload, cluster=None))).notes == plan.notes
