@@ -253,14 +253,26 @@ def test_the_objective_of_a_config_is_asked_for_where_only_the_command_says_it()
     assert read_text(launch, "run.sh").setup.objective == "dpo"
 
 
-ENCODERS = ("bert-base-uncased", "FacebookAI/roberta-base", "ModernBERT-base", "distilbert-base-uncased")
+ENCODERS = (
+    "bert-base-uncased", "FacebookAI/roberta-base", "ModernBERT-base", "distilbert-base-uncased", "deberta-v3-base",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_an_encoder_is_classified_with_and_predicts_no_next_token(name: str) -> None:
     for objective in ("classification", "embedding"):
-        plan = planned(plan_request(name, seq_len=512, fixed={"objective": (objective,)}))
+        request = plan_request(name, seq_len=512, fixed={"objective": (objective,)})
+        plan = planned(request)
         assert plan.chosen.fits
+        # each emitted script of tiny models of these types trained, full and LoRA (30 November 2026)
+        (target,) = OBJECTIVES[objective].targets
+        lora = setup_of(objective, loss="full", kernels="eager", attention="eager")
+        for setup in (plan.chosen.setup, lora):
+            asked = ExportRequest(model_id=name, model=request.model, setup=setup, hyper=choose(setup))
+            emitted = TARGETS[target].export(asked)
+            assert emitted.files, emitted.refused
+        excluded = 'exclude_modules=["pre_classifier"]' in emitted.files[0].text
+        assert excluded is (request.model.model_type == "distilbert" and objective == "classification")
     for fixed in ({}, {"objective": ("pretrain",)}, {"objective": ("dpo",)}):
         with pytest.raises(UsageError, match="an encoder"):
             plan_workload(plan_request(name, seq_len=512, fixed=fixed))

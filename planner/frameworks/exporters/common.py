@@ -203,7 +203,10 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
         return f"{model.model_type} turns sound into text: transformers' {SOUND_TRAINER} trains it; use the hf target"
     if model.is_encoder_decoder and model.front_end is None:
         return f"launch files train causal language models; {model.model_type} is an encoder-decoder"
-    if "causal" in model.lacks and setup.images is None:
+    heads = (
+        model.reads_both_ways and setup.objective_spec.head != "vocabulary"
+    )  # classes of their own, which encoders have
+    if "causal" in model.lacks and setup.images is None and not heads:
         return f"launch files train causal language models on text; {model.model_type} is built as {model.built_class}"
     if model.model_type == "internlm3":
         trusted = "its own code would have to be trusted (trust_remote_code), which no file here asks for"

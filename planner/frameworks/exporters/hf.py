@@ -264,6 +264,10 @@ def adapter_lines(request: ExportRequest) -> list[Line | None]:
     row, task = setup.kind, None if has_audio(request.model) else Line("task_type", TASKS[setup.objective_spec.head])
     settings = [Line(name, value) for name, value in row.arguments.items()]
     targets = Line("target_modules", common.target_modules(setup, request.model)) if row.adapts_matrices else None
+    scored = setup.objective_spec.head == "score" and row.adapts_matrices
+    apart = request.model is not None and request.model.model_type == "distilbert" and scored
+    whole = "trained whole: its name ends in that of the head, by which peft looks for that"
+    excluded = Line("exclude_modules", ["pre_classifier"], whole) if apart else None
     if row.form == "low-rank":
         return [
             task,
@@ -271,6 +275,7 @@ def adapter_lines(request: ExportRequest) -> list[Line | None]:
             common.tuned("lora_alpha", hyper, "lora_alpha"),
             Line("lora_dropout", setup.lora_dropout),
             targets,
+            excluded,
             Line("bias", "none"),
             *settings,
         ]
@@ -282,9 +287,9 @@ def adapter_lines(request: ExportRequest) -> list[Line | None]:
     if row.form == "scales":
         names = common.target_modules(setup, request.model)
         inputs = scaled_inputs(request.model, names) if request.model is not None else ["down_proj"]
-        return [task, targets, Line("feedforward_modules", inputs, "scaled at their input")]
+        return [task, targets, excluded, Line("feedforward_modules", inputs, "scaled at their input")]
     size = {"shared": "r", "rotations": "oft_block_size"}.get(row.form, "num_virtual_tokens")
-    return [task, *settings, Line(size, setup.lora_rank), targets]
+    return [task, *settings, Line(size, setup.lora_rank), targets, excluded]
 
 
 def argument_lines(request: ExportRequest, setup: TrainSetup, more: Sequence[Line | None] = ()) -> list[Line | None]:
