@@ -122,16 +122,16 @@ def without_cache_bytes(prediction: Prediction) -> int:
 def band_of(prediction: Prediction, config: ReadConfig | None = None) -> Band:
     """The band of a step's peak: as far on each side as published runs lie, and wider by each setting of the config
     that is not followed exactly."""
-    more = APPROXIMATION_BAND_FRACTION * len(config.approximations) if config is not None else 0.0
+    bounds = [text for text in config.approximations if isinstance(text, UpperBound)] if config is not None else []
+    num_others = len(config.approximations) - len(bounds) if config is not None else 0
     below, above = prediction.memory_band
     if config is not None and config.label_tokens:  # nothing takes less of the card than by the shorter of both
         below = max(below, 1 - config.label_tokens / config.setup.seq_len_tokens)
-    below += more
-    bounds = [text for text in config.approximations if isinstance(text, UpperBound)] if config is not None else []
+    below += APPROXIMATION_BAND_FRACTION * (num_others + len(bounds))
     if over := {category for bound in bounds for category in bound.categories}:
         counted = sum(term.size_bytes for term in prediction.terms if term.category in over)
         below = 1 - (1 - below) * (1 - counted / prediction.peak_device_bytes)
-    return Band(min(0.95, below), above + more)
+    return Band(min(0.95, below), above + APPROXIMATION_BAND_FRACTION * num_others)
 
 
 def certain_bytes(prediction: Prediction, config: ReadConfig) -> int:

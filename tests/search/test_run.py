@@ -35,7 +35,7 @@ from search.storage import MAX_RETRIES, close_storage
 from search.study import TrialRecord
 from tests.whole import WHOLE
 
-FEW = Budget(max_probes=6)
+FEW = Budget(max_probes=4)
 
 
 class Counting:
@@ -123,9 +123,9 @@ def test_the_plan_is_tried_first_then_the_best_ranked() -> None:
 def test_every_sampler_keeps_budget_and_repeats_nothing(sampler: str, tmp_path: Path) -> None:
     counting = Counting(gpu())
     result = search(problem(), counting, storage=empty_study(tmp_path), strategy=Strategy(sampler=sampler), budget=FEW)
-    assert len(counting.calls) == result.num_probes == 6
-    assert len(set(counting.calls)) == 6
-    assert result.reason == "the budget of 6 probes is spent"
+    assert len(counting.calls) == result.num_probes == 4
+    assert len(set(counting.calls)) == 4
+    assert result.reason == "the budget of 4 probes is spent"
     assert result.best is not None
     assert result.best.fits
     replay = Counting(gpu())
@@ -136,10 +136,10 @@ def test_every_sampler_keeps_budget_and_repeats_nothing(sampler: str, tmp_path: 
 
 def test_resumed_search_goes_on_as_an_undisturbed_one(tmp_path: Path) -> None:
     whole = Counting(gpu())
-    search(problem(), whole, storage=empty_study(tmp_path / "whole"), budget=Budget(max_probes=9))
+    search(problem(), whole, storage=empty_study(tmp_path / "whole"), budget=Budget(max_probes=5))
     parts: list[TrainSetup] = []
     folder = empty_study(tmp_path / "parts")
-    for limit in (1, 4, 9):
+    for limit in (1, 5):
         part = Counting(gpu())
         search(problem(), part, storage=folder, budget=Budget(max_probes=limit))
         parts += part.calls
@@ -305,8 +305,8 @@ def test_adding_memory_never_gives_a_slower_plan(seed: int, low: float, more: fl
     directory = empty_study(tmp_path_factory.mktemp("study"))  # type: ignore[attr-defined]
     machine = gpu(seed)
     sized = [Problem(candidates=with_budget(small_candidates(), size)) for size in (low, low + more)]
-    small = search(sized[0], machine, storage=directory, budget=Budget(max_probes=5))
-    large = search(sized[1], machine, storage=directory, budget=Budget(max_probes=10))
+    small = search(sized[0], machine, storage=directory, budget=Budget(max_probes=3))
+    large = search(sized[1], machine, storage=directory, budget=Budget(max_probes=5))
     if small.best is not None:
         assert large.best is not None
         assert large.best.tokens_per_s >= small.best.tokens_per_s
@@ -333,8 +333,8 @@ def test_narrowing_the_space_never_gives_a_faster_plan(seed: int, keep: str, tmp
     candidates = small_candidates()
     narrow = tuple(c for c in candidates if keep in (c.setup.method, c.setup.attention, c.setup.precision))
     machine = gpu(seed)
-    first = search(Problem(candidates=narrow), machine, storage=directory, budget=Budget(max_probes=5))
-    wide = search(Problem(candidates=candidates), machine, storage=directory, budget=Budget(max_probes=10))
+    first = search(Problem(candidates=narrow), machine, storage=directory, budget=Budget(max_probes=3))
+    wide = search(Problem(candidates=candidates), machine, storage=directory, budget=Budget(max_probes=5))
     if first.best is not None:
         assert wide.best is not None
         assert wide.best.tokens_per_s >= first.best.tokens_per_s
