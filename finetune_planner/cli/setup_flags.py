@@ -281,6 +281,12 @@ RUN = (
 FORMULA_ALONE = (
     Flag(of="kbit_fp32_cast", help="peft's k-bit preparation"),
     Flag(of="adapter_dtype", help="auto, fp32, bf16 or fp16"),
+    Flag(
+        of="modules_to_save",
+        kind=str,
+        help="Embeddings and head trained whole beside adapters: embed_tokens,lm_head",
+        read=lambda _, value: tuple(part.strip() for part in value.split(",") if part.strip()),
+    ),
     Flag(of="lora_dropout", help="Share of the adapters' inputs that is dropped"),
     Flag(of="stack", help="Whose training step: " + ", ".join(fields.STACK_NAMES)),
     Flag(of="expandable_segments", help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise"),

@@ -114,12 +114,20 @@ def parse_targets(value: str) -> str | tuple[str, ...]:
     if value in (*fields.TARGET_SETS, fields.EXPERT_TARGETS):
         return value
     names = tuple(part.strip() for part in value.split(",") if part.strip())
-    if odd := [name for name in names if not re.fullmatch(r"[A-Za-z0-9_.]+", name)]:
+    if odd := [name for name in names if name not in fields.TARGET_SETS and not re.fullmatch(r"[A-Za-z0-9_.]+", name)]:
         raise UsageError(
             f"--targets must be attention, all-linear or module names; got {odd[0]!r}", hint="for example q_proj,v_proj"
         )
     if not names:
         raise UsageError("--targets is empty", hint="attention, all-linear, or names such as q_proj,v_proj")
+    if sets := [name for name in names if name in fields.TARGET_SETS]:
+        others = ",".join(name for name in names if name not in sets)
+        saved = f"--targets {sets[0]} --modules-to-save {others} of `plan estimate`"
+        whole = others and all(name in fields.SAVED_MODULES for name in others.split(","))
+        raise UsageError(
+            f"--targets takes {sets[0]} alone, or names of modules; got both",
+            hint=f"{saved} trains these whole beside the adapters" if whole else f"--targets {sets[0]}",
+        )
     return names
 
 

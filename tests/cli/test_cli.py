@@ -109,6 +109,21 @@ def test_an_estimate_that_does_not_fit_says_what_alone_would(capsys: pytest.Capt
     assert "enough" not in said("--checkpointing")
 
 
+def test_what_is_trained_whole_beside_adapters_is_estimated_and_is_no_target(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    request = ["estimate", "llama-3.2-1b", "--gpu", "rtx-4090", "--no-dry-run", "--json"]
+    peaks = []
+    for more in ([], ["--modules-to-save", "embed_tokens"]):
+        assert run([*request, *more]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["memory"]["peak_device_bytes"])
+    assert peaks[1] - peaks[0] > 2 * 2 * 128_256 * 2048  # at least a copy and its gradients in 16 bits
+    assert run(["llama-3.2-1b", "--gpu", "rtx-4090", "--targets", "all-linear,embed_tokens,lm_head"]) == 2
+    error = capsys.readouterr().err
+    assert "all-linear alone, or names of modules" in error
+    assert "--modules-to-save embed_tokens,lm_head of `plan estimate`" in error
+
+
 def test_estimate_gives_the_interchange_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     wrong = [{**INTERCHANGE, "gpu": "none"}, {**INTERCHANGE, "lora_targets": [3]}]
     lines = [json.dumps(INTERCHANGE), "{broken", *map(json.dumps, wrong), json.dumps(INTERCHANGE)]
