@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.core.errors import SetupError
 from planner.core.records import dataclass
-from planner.core.units import MIN_BLOCK_BYTES
+from planner.core.units import MIN_BLOCK_BYTES, gib
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.rank_part import RankPart
 from planner.memory.trained import Trained, layers_alone, trained_parameters
@@ -110,6 +110,23 @@ def pinned_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     stacks = [linear for layer, num in counts for linear in layer.linears if linear.is_stack for _ in range(num)]
     sizes = [size for stack in stacks for size in (stack.num_weights // 2, 4 * -(-stack.num_weights // NF4_BLOCK))]
     return sum(map(pinned, sizes)) if streamed_stacks(model, setup) else 0
+
+
+def loading_refusal(model: ModelSpec, setup: TrainSetup, memory_bytes: int) -> str:
+    """Why a quantized base cannot be loaded into ranks of which each keeps a part; "" where it can.
+
+    Source: transformers 5.23 `quantizers/quantizer_bnb_4bit.py` update_device_map: every process makes the whole of it
+    on its own GPU, before FSDP2 or DeepSpeed cuts it (4.57 `modeling_utils.py` moves each matrix to the host as it is
+    made). Axolotl's examples of FSDP2 on 4 bits leave cpu_ram_efficient_loading out: it does not work there.
+    """
+    whole = setup.quantized and setup.parallel in ("fsdp2", "zero3") and not setup.sharded_at_loading
+    if not whole or setup.trainer.own_models or setup.before_transformers(5, 0):
+        return ""
+    whole_bytes = sum(weight_bytes(model, setup).values())
+    if whole_bytes <= memory_bytes:
+        return ""
+    engine = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}[setup.parallel]
+    return f"transformers 5 makes the whole quantized model ({gib(whole_bytes)}) on every GPU before {engine} cuts it"
 
 
 _OF_WEIGHTS = attrgetter("quantization", "weight_dtype", "kbit_fp32_cast", "quantize_experts", "wide_stacks")

@@ -17,7 +17,7 @@ from planner.memory.engines import engine_of, why_not
 from planner.memory.engines.host import assumed_host_bytes, host_gib
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.rank_part import rank_parts
-from planner.memory.states import pinned_bytes
+from planner.memory.states import loading_refusal, pinned_bytes, weight_bytes
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
@@ -156,6 +156,8 @@ def _nothing_fits(
         return copied
     if offloaded := _in_the_host(workload, corrections, results.cache):
         return offloaded
+    if mapped := _by_device_map(workload, corrections, results.cache):
+        return mapped
     from planner.planning.decision.alternatives import refusal  # a plan needs none
 
     if not explained:
@@ -310,6 +312,27 @@ def _in_the_host(
                 plan = replace(plan, notes=(measured("; ".join((stateless, *eight))), *plan.notes))
             return plan
     return None
+
+
+def _by_device_map(
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
+) -> Plan | None:
+    """The plan with whole layers dealt to the GPUs of one node by one process, where only loading bars a quantized
+    base from being cut."""
+    cluster = workload.cluster
+    if cluster is None or cluster.num_nodes > 1 or workload.num_gpus == 1 or "parallel" in workload.fixed:
+        return None
+    cut = {"num_gpus": workload.num_gpus, "parallel": "fsdp2"}
+    sharded = [branch.replace_trusted(**cut) for branch in branches(workload, dimension_values(workload))]
+    barred = [setup for setup in sharded if loading_refusal(workload.model, setup, workload.budget_bytes)]
+    if not barred:
+        return None
+    least = min(barred, key=lambda setup: sum(weight_bytes(workload.model, setup).values()))
+    fixed = {**workload.fixed, "parallel": ("device-map",)}
+    walked = _walk_fitting(replace(workload, fixed=fixed), corrections, cache)
+    reason = loading_refusal(workload.model, least, workload.budget_bytes)
+    words = f"a device map, whose GPUs take turns: {reason}"
+    return _plan(walked, [measured(words)]) if walked is not None else None
 
 
 def _with_packed_experts(

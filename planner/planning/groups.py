@@ -12,6 +12,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_generation, attention_kernel, takes_cudnn
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.engines import why_not
+from planner.memory.states import loading_refusal
 from planner.memory.workload import Workload
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.encoders import encoder_of
@@ -126,7 +127,7 @@ def _runs(
             # not every attention goes with a cut sequence
             cut = setup.context_degree > 1
             groups = same_kernels(model, gpu, setup, values["attention"]) if cut else of_branch
-            pairs, choices = _pairs(workload, setup, values), _choices(model, setup, values)
+            pairs, choices = _pairs(workload, setup, values), _choices(workload, setup, values)
             if pairs and choices:
                 yield from _runs_of(workload, values, setup, groups, choices, pairs)
 
@@ -219,9 +220,12 @@ def _expressed(
     return groups
 
 
-def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:
+def _choices(workload: Workload, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:
     if setup.single_gpu:
         return dict.fromkeys(values["loss"], tuple(values["optimizer"]))
+    model = workload.model
+    if loading_refusal(model, setup, workload.budget_bytes):
+        return {}
     choices: dict[str, tuple[str, ...]] = {}
     for loss, optimizer in product(values["loss"], values["optimizer"]):
         if not why_not(model, setup.replace_trusted(loss=loss, optimizer=optimizer)):

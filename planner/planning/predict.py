@@ -16,7 +16,13 @@ from planner.memory.attention_kernels import (
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.engines.fsdp2 import dtensor_refusal
 from planner.memory.model import memory_of
-from planner.memory.states import linear_bytes, paged_bytes, pinned_bytes, streamed_stacks, weight_bytes
+from planner.memory.states import (
+    linear_bytes,
+    loading_refusal,
+    paged_bytes,
+    pinned_bytes,
+    streamed_stacks,
+)
 from planner.memory.trained import trained_parameters
 from planner.models.earlier import with_one_kernel_gelu
 from planner.models.spec import ModelSpec
@@ -80,13 +86,6 @@ def predict(
 
         host = host_bytes_per_node(model, setup, cluster_of(gpu, setup, cluster).num_nodes)
         notes.append(risk(f"{gib(host)} lie in the host's memory of every node, and must find room there"))
-    if setup.quantized and setup.parallel in ("fsdp2", "zero3") and not setup.transformers_version.startswith("4."):
-        whole = sum(weight_bytes(model, setup).values())
-        if whole > gpu.memory_bytes:  # 5.23 `quantizer_bnb_4bit.py` update_device_map; 4.57 `modeling_utils.py`
-            words = (
-                f"transformers 5 makes the 4-bit model whole on every GPU before it is cut ({gib(whole)}), and cannot"
-            )
-            notes.append(risk(f"{words}; 4.57 moves each matrix to the host as it is made"))
     prediction = Prediction(
         level=Fidelity.PROFILE if memory.profiled else Fidelity.FORMULA,
         peak_allocated_bytes=memory.peak_allocated_bytes,
@@ -168,6 +167,7 @@ def cannot_run(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, 
     """Why nothing runs this setup of the model on this card; empty where something does."""
     runs = setup.replace_trusted(attention="eager") if untrained_sinks(model, gpu, setup) else setup
     reasons = [missing_kernels(model, gpu, runs), stored_refusal(setup, model), dtensor_refusal(setup)]
+    reasons.append(loading_refusal(model, setup, gpu.memory_bytes))
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions and model.front_end is not None:
         beyond = f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions"

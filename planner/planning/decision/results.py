@@ -10,6 +10,7 @@ from planner.core.units import gib
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines import why_not
 from planner.memory.model import step_profile_of
+from planner.memory.states import loading_refusal
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.planning.decision.layouts import Layout, LayoutKey, layout_key, layout_order
@@ -387,7 +388,8 @@ def _note_refusals(
             key = (layout_key(setup), node)
             if key in results.by_layout_and_node or key in results.refused:
                 continue
-            if reason := why_not(workload.model, setup):
+            unloaded = loading_refusal(workload.model, setup, workload.budget_bytes)
+            if reason := why_not(workload.model, setup) or unloaded:
                 results.refused[key] = reason
 
 

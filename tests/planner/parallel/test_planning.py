@@ -19,7 +19,7 @@ from planner.planning.answer import plan_workload
 from planner.planning.decision.layouts import FIELDS, layout_key
 from planner.planning.decision.results import LAYOUT_GAIN_FRACTION
 from planner.planning.plan import Answer, NoPlan, Plan, correction_key
-from planner.planning.predict import device_peak_bytes, predict
+from planner.planning.predict import cannot_run, device_peak_bytes, predict
 from planner.planning.refine import refine
 from planner.planning.targets import with_one_node_note
 from planner.setup import TrainSetup
@@ -198,10 +198,23 @@ def test_offloading_only_where_nothing_else_fits() -> None:
 
 
 def test_offloaded_a_quantized_base_stays_unless_clearly_slower() -> None:
-    """70B on two cards of 24 GB: a quarter of the host's memory at the same speed."""
-    plan = chosen_for("meta-llama/Llama-3.1-70B", "rtx-4090", 2)
+    """32B on two cards of 24 GB: a quarter of the host's memory at the same speed."""
+    plan = chosen_for("Qwen/Qwen2.5-32B", "rtx-4090", 2, fixed={"offload": ("parameters",)})
     assert (plan.chosen.setup.method, plan.chosen.setup.offload) == ("qlora", "parameters")
     assert "quarter of its base in the host's memory" in answer(plan, "LoRA (16-bit base)").reason
+
+
+def test_a_quantized_base_that_no_card_loads_whole_is_dealt_out_by_layers() -> None:
+    """transformers 5 makes all 4-bit weights on every GPU before FSDP2 or ZeRO-3 cuts them: 37 GiB of a 70B."""
+    fixed = {"method": ("qlora",)}
+    dealt = chosen_for("meta-llama/Llama-3.1-70B", "rtx-4090", 4, fixed=fixed)
+    assert dealt.chosen.setup.parallel == "device-map"
+    assert "makes the whole quantized model (36.80 GiB) on every GPU" in dealt.notes[0]
+    cut = chosen_for("meta-llama/Llama-3.1-70B", "a6000", 2, fixed=fixed)
+    assert cut.chosen.setup.parallel == "fsdp2"
+    card, model, setup = find_gpu("rtx-4090"), cut.workload.model, cut.chosen.setup
+    assert any("before FSDP2 cuts it" in reason for reason in cannot_run(model, card, setup))
+    assert not cannot_run(model, card, setup.replace_trusted(transformers_version="4.57"))
 
 
 def test_offloading_beyond_a_usual_host_is_refused_with_its_bytes() -> None:
