@@ -337,7 +337,9 @@ def _dataset_info(request: ExportRequest, runs: TrainSetup) -> LaunchFile:
         entry |= {
             "formatting": "sharegpt",
             "columns": {"messages": "messages"} | ({"images": "images"} if setup.images is not None else {}),
-            "tags": {f"{name}_tag": name for name in ("role", "content", "user", "assistant", "system")},
+            # its own word for a tool's turn is "observation"; samples with other words are skipped
+            "tags": {f"{name}_tag": name for name in ("role", "content", "user", "assistant", "system")}
+            | {"observation_tag": "tool"},
         }
     if dataset and dataset.split != "train" and not made:
         entry["split"] = dataset.split
