@@ -200,8 +200,12 @@ def _parts(module: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
 
 
 def _dense(base: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The frozen matrix to multiply with: unpacked for the moment where it is quantized."""
-    state = getattr(base.weight, "quant_state", None)
+    """The frozen matrix to multiply with: unpacked for the moment where it is quantized.
+
+    Of a weight that FSDP2 cut the module keeps the statistics here, the gathered weight itself in Axolotl.
+    Source: Axolotl 0.21 `monkeypatch/fsdp2_qlora.py` apply_init_unsharded_param_patch.
+    """
+    state = getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None)
     if state is None:
         weight: torch.Tensor = base.weight.detach()
         return weight if weight.dtype is dtype else weight.to(dtype)

@@ -134,7 +134,14 @@ def test_whole_gradients_wait_for_the_last_micro_batch_unless_each_is_reduced() 
 
 
 @pytest.mark.parametrize(
-    "fields", [FULL, {}, {"method": "qlora", "quantization": "nf4"}], ids=["full", "lora", "qlora"]
+    "fields",
+    [
+        FULL,
+        {},
+        {"method": "qlora", "quantization": "nf4"},
+        {"method": "qlora", "quantization": "nf4", "kernels": "fused"},  # which unpack a base that FSDP2 cut, too
+    ],
+    ids=["full", "lora", "qlora", "qlora, fused"],
 )
 def test_offloaded_rank_holds_what_is_gathered(fields: dict[str, Any]) -> None:
     """No CPU process can tell host from device, so arithmetic: shards, gradients and states are gone, what is gathered
