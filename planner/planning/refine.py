@@ -12,6 +12,7 @@ from planner.core import notes as noted
 from planner.core.errors import SetupError
 from planner.core.units import gib, percent
 from planner.models.spec import ModelSpec
+from planner.planning.evidence.followed import why_no_dry_run
 from planner.planning.plan import Alternative, Answer, CorrectionKey, NoPlan, Plan, correction_key, with_trades
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Prediction, ProbeFailure
@@ -89,7 +90,8 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
     its dry run showed. A
     setup that the dry run rejects thus falls out, and one that the formula rejected wrongly comes in. What only may fit
     by the formula is dry-run first where it is the fastest, and taken where the dry run's own, narrower band fits.
-    Where the dry run cannot trace the model, the formula's plan alone (`plan_with(None)`) stands and says so.
+    Where the dry run cannot trace the model, the formula's plan alone (`plan_with(None)`) stands and says so; a setup
+    that no dry run follows is taken where it surely fits without one.
     """
     runs: dict[TrainSetup, Prediction] = {}
     failed: dict[TrainSetup, ProbeFailure] = {}
@@ -100,7 +102,8 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         outcome = dry_run(chosen.setup)
         if isinstance(outcome, ProbeFailure):
             if not plan.workload.model.from_tree:
-                return _untraced(plan_with(None), outcome)
+                of_it_alone = why_no_dry_run(chosen.setup)  # what was learned of others holds
+                return _untraced(plan if of_it_alone else plan_with(None), outcome, runs)
             failed[chosen.setup] = outcome
             corrections[_cause(chosen.setup, dry_run)] = CANNOT_RUN
             plan = plan_with(corrections)
@@ -118,7 +121,7 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
             corrections[ANY_SETUP] = max(correction for correction in corrections.values() if correction < CANNOT_RUN)
         plan = plan_with(corrections)
     if failed and not runs and isinstance(plan, Plan):
-        return _untraced(plan_with(None), next(iter(failed.values())))
+        return _untraced(plan_with(None), next(iter(failed.values())), runs)
     plan = replace(plan, tree=(*plan.tree, *_refusals(failed)))
     if isinstance(plan, NoPlan):
         stops = [failure.message[:300] for failure in failed.values()][:1]
@@ -220,10 +223,11 @@ def _answers(
     return (Answer(question, choice, reason, mine, chosen.budget_bytes),)
 
 
-def _untraced(plan: Plan | NoPlan, failure: ProbeFailure) -> Plan | NoPlan:
+def _untraced(plan: Plan | NoPlan, failure: ProbeFailure, runs: Mapping[TrainSetup, Prediction]) -> Plan | NoPlan:
     if isinstance(plan, NoPlan):
         return plan
     chosen = replace(plan.chosen, dry_run=failure)
     band = percent(chosen.formula.memory_band_fraction)
     note = noted.measured(f"no dry run: {failure.message}; the formula's band of {band} stands")
-    return replace(plan, chosen=chosen, ranked=(chosen, *plan.ranked[1:]), notes=(*plan.notes, note))
+    ranked = (chosen, *(_with_run(each, runs) for each in plan.ranked[1:]))
+    return replace(plan, chosen=chosen, ranked=ranked, notes=(*plan.notes, note))

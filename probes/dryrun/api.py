@@ -15,13 +15,12 @@ from planner.memory.trained import trained_parameters
 from planner.memory.workspace import communicator_bytes, context_bytes
 from planner.models.spec import ModelSpec
 from planner.planning.evidence.bands import unknown_mixers, with_evidence
+from planner.planning.evidence.followed import why_no_dry_run
 from planner.planning.run_speed import with_run_speed
 from planner.setup import TrainSetup
-from planner.setup.allowed import FLEX, XFORMERS
 from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
 from probes.dryrun import cache
-from probes.dryrun.followed import why_not_traced
 from probes.dryrun.helper import reported
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.rows import carried, shorter
@@ -30,9 +29,6 @@ from probes.dryrun.startup import collection_paused
 VERSION = 25
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
-MAX_TOKENS_IN_PIECES = 1 << 23
-"""A loss in pieces is walked piece by piece: so many tokens are 2,048 tiles of TRL's, two seconds each way. No card
-holds a micro-batch of so many."""
 WALKS = "probes.dryrun.rows:walks_through_tokens"
 REPORT = "probes.dryrun.api:report_for_config"
 LIKE = "the model's type is unknown to transformers, which cannot build it (--like reads its sizes alone)"
@@ -145,7 +141,7 @@ def overhead_bytes(gpu: GpuSpec, setup: TrainSetup) -> int:
 def _cached_report(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, options: Mapping[str, Any], use_cache: bool
 ) -> DryRunReport | ProbeFailure:
-    refusal = APPLE if gpu.vendor == "Apple" else LIKE if model.like else _refusal(setup)
+    refusal = APPLE if gpu.vendor == "Apple" else LIKE if model.like else why_no_dry_run(setup)
     if refusal:  # before the cache is asked: an older version may have followed it wrongly
         return _unsupported(refusal)
     capability, directory, key = gpu.compute_capability or DEFAULT_CAPABILITY, cache.default_directory(), ""
@@ -175,7 +171,7 @@ def report_for_config(
         limit_bytes: what PyTorch may reserve; where that is too little, the reserved peak is the one without a limit.
     """
     started = time.perf_counter()
-    if refusal := _refusal(setup):
+    if refusal := why_no_dry_run(setup):
         return _unsupported(refusal)
     try:
         with collection_paused():
@@ -187,28 +183,6 @@ def report_for_config(
         log.debug("dry run failed", exc_info=True)
         return _unsupported(f"{raw_config.get('model_type')}: {type(error).__name__}: {error}")
     return replace(report, elapsed_s=time.perf_counter() - started)
-
-
-def _refusal(setup: TrainSetup) -> str:
-    if setup.attention in (XFORMERS, FLEX):
-        return f"the kernel of {setup.attention} is no operation of torch, which a dry run follows"
-    if setup.compile:
-        return "torch.compile plans its own buffers, which a dry run cannot see"
-    if setup.use_cache:
-        return "it runs without a key-value cache"
-    if setup.trainer.steps_in_backward:
-        return "its optimizer steps inside the backward, which only `plan trace` of the recipe itself follows"
-    if setup.trainer.grouped_experts:
-        return "experts4bit-qlora's kernels and loader are not installed here"
-    if setup.quantize_experts and setup.quantization == "int8":
-        return "bitsandbytes has no parametrization of stacked experts in 8 bits, Axolotl's own is not installed"
-    pieces = setup.loss == "chunked" or bool(setup.trainer.loss_chunk_tokens)
-    if pieces and setup.tokens_per_micro_batch > MAX_TOKENS_IN_PIECES:
-        return (
-            f"a micro-batch of {setup.tokens_per_micro_batch:,} tokens: a dry run follows each piece of the loss, of "
-            f"{MAX_TOKENS_IN_PIECES:,} at most"
-        )
-    return "" if setup.single_gpu else why_not_traced(setup)
 
 
 def _unsupported(message: str) -> ProbeFailure:

@@ -10,13 +10,13 @@ from typing import Any
 from planner.core.notes import risk
 from planner.core.units import gib
 from planner.planning.evidence.bands import DRY_RUN_BAND
+from planner.planning.evidence.followed import rank_note
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES, MemoryTerm
 from planner.setup.outcome import Fidelity, Prediction
 from probes.allocator import replay
 from probes.dryrun.analysis import curve_of, phase_peaks, timeline
 from probes.dryrun.depths import DepthPlan, plan_depth
-from probes.dryrun.followed import rank_note
 from probes.dryrun.operators import full_program
 from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
 from probes.dryrun.report import DryRunReport

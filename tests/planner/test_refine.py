@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from planner.hardware.cluster import make_cluster
+from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload
 from planner.planning.answer import plan_workload
 from planner.planning.groups import WalkCache
@@ -191,3 +193,20 @@ def test_what_stands_beside_a_stranger_is_of_another_family() -> None:
     key = correction_key(plan.chosen.setup)
     assert all(correction_key(each.candidate.setup) != key for each in plan.alternatives)
     assert len(log) == len({*log})
+
+
+def test_what_no_dry_run_follows_is_not_taken_in_the_hope_of_one() -> None:
+    """DDP beside ZeRO-1, which may fit: the wider request runs and takes what DDP alone does, and says nothing of
+    DeepSpeed's engine."""
+
+    def refined_among(*engines: str) -> tuple[Plan | NoPlan, list[TrainSetup]]:
+        fixed = {"parallel": engines, "method": ("lora",), "kernels": ("fused",)}
+        cluster = make_cluster(find_gpu("rtx-4090"), 4)
+        return refined(plan_request("Qwen/Qwen2.5-7B", cluster=cluster, fixed=fixed), lambda setup: 1.0)
+
+    (wide, wide_runs), (narrow, narrow_runs) = refined_among("ddp", "zero1"), refined_among("ddp")
+    assert isinstance(wide, Plan)
+    assert isinstance(narrow, Plan)
+    assert wide.chosen == narrow.chosen
+    assert wide_runs == narrow_runs
+    assert len(wide_runs) > 1

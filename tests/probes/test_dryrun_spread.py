@@ -8,12 +8,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from planner.planning.evidence.followed import OWN_CODE, why_not_traced
 from planner.setup import TrainSetup
 from planner.setup.allowed import PARALLELS
 from planner.setup.outcome import FailureKind, ProbeFailure
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.fakeworld import fake_world
-from probes.dryrun.followed import OWN_CODE, why_not_traced
 from tests.probes.dryrun_small import assert_same_figures, small_config
 from tests.whole import these
 

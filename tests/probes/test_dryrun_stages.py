@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from planner.planning.evidence.followed import why_not_traced
 from planner.setup import TrainSetup
 from probes.dryrun import DryRunReport
-from probes.dryrun.followed import why_not_traced
 from probes.dryrun.stages import stages_of
 from tests.probes.dryrun_small import assert_same_figures, peaks, reported, small_config
 from tests.probes.stage_rank import traced

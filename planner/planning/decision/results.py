@@ -17,6 +17,7 @@ from planner.planning.decision.layouts import Layout, LayoutKey, layout_key, lay
 from planner.planning.decision.node import Node, node_of_setup
 from planner.planning.decision.policy import equals, full_quality, point_tie_break, worst_quality
 from planner.planning.evidence.bands import dry_run_band, memory_band, profile_band
+from planner.planning.evidence.followed import why_no_dry_run
 from planner.planning.groups import WalkCache
 from planner.planning.plan import CorrectionKey, correction_key
 from planner.planning.refine import ANY_SETUP, CANNOT_RUN, exact_bytes, layout_correction_key, stopped
@@ -186,8 +187,8 @@ class Limits:
 
     def taken_bytes(self, setup: TrainSetup) -> float:
         """The largest peak at which this setup is taken before one that only may fit."""
-        seen = self.corrections is not None and not setup.compile  # which no dry run follows
-        awaited = seen and correction_key(setup) not in (self.corrections or {})
+        awaited = self.corrections is not None and correction_key(setup) not in self.corrections
+        awaited = awaited and not why_no_dry_run(setup)
         return self.budget_bytes if awaited else self.bytes_with_margin(setup)
 
 

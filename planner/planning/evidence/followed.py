@@ -1,8 +1,36 @@
-"""Which ways to spread a job a dry run follows. No torch here: a refusal and a cached answer need none."""
+"""Which setups a dry run follows: a plan does not count on one where none is."""
 
 from planner.setup import TrainSetup
+from planner.setup.allowed import FLEX, XFORMERS
 
 OWN_CODE = {"ddp": "PyTorch's DistributedDataParallel", "fsdp2": "PyTorch's FSDP2 as Accelerate wraps it"}
+
+MAX_TOKENS_IN_PIECES = 1 << 23
+"""A loss in pieces is walked piece by piece: so many tokens are 2,048 tiles of TRL's, two seconds each way. No card
+holds a micro-batch of so many."""
+
+
+def why_no_dry_run(setup: TrainSetup) -> str:
+    """Why no dry run follows this setup of any model, "" where one does."""
+    if setup.attention in (XFORMERS, FLEX):
+        return f"the kernel of {setup.attention} is no operation of torch, which a dry run follows"
+    if setup.compile:
+        return "torch.compile plans its own buffers, which a dry run cannot see"
+    if setup.use_cache:
+        return "it runs without a key-value cache"
+    if setup.trainer.steps_in_backward:
+        return "its optimizer steps inside the backward, which only `plan trace` of the recipe itself follows"
+    if setup.trainer.grouped_experts:
+        return "experts4bit-qlora's kernels and loader are not installed here"
+    if setup.quantize_experts and setup.quantization == "int8":
+        return "bitsandbytes has no parametrization of stacked experts in 8 bits, Axolotl's own is not installed"
+    pieces = setup.loss == "chunked" or bool(setup.trainer.loss_chunk_tokens)
+    if pieces and setup.tokens_per_micro_batch > MAX_TOKENS_IN_PIECES:
+        return (
+            f"a micro-batch of {setup.tokens_per_micro_batch:,} tokens: a dry run follows each piece of the loss, of "
+            f"{MAX_TOKENS_IN_PIECES:,} at most"
+        )
+    return "" if setup.single_gpu else why_not_traced(setup)
 
 
 def why_not_traced(setup: TrainSetup) -> str:
