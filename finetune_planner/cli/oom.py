@@ -161,7 +161,7 @@ def lines(
     changes = list(dict.fromkeys(change for cause in diagnosis.causes for change in cause.changes))
     if not diagnosis.causes:  # what holds of any part of a run
         changes = [MICRO_BATCH, GRADIENT_CHECKPOINTING]
-    if changes and checked is None:
+    if changes and (checked is None or checked["verdict"] == "fits"):  # else its own changes that fit say more
         yield "What helps, smallest change first"
         yield from (f"→ {change}" for change in changes[: NUM_CHANGES + len(diagnosis.causes) - 1])
     if checked is not None and config is not None:
@@ -182,10 +182,12 @@ def _of_config(config: Path, checked: dict[str, Any]) -> Iterator[str]:
     yield f"{config.name}: {verdict}: {peak} ({checked['level']}, peak in {prediction['peak_phase']})"
     if checked["verdict"] == "fits":
         yield "The config alone does not explain it: other processes, longer samples, or code that it does not show"
-    fitting = [change for change in checked["changes"] if change["verdict"] == "fits"]
+    least = prediction["peak_device_bytes"]  # a faster change that needs more is no help
+    helping = [change for change in checked["changes"] if change["peak_device_bytes"] < least]
+    fitting = [change for change in helping if change["verdict"] == "fits"]
     fitting.sort(key=lambda change: change["changes_training"])
     if fitting:
-        yield "Changes that fit, those that train the same first"
+        yield "Changes of the config that need less and fit, those that train the same first"
         for change in fitting[:NUM_CHANGES]:
             speed = f", {100 * (change['speedup'] - 1):+.0f} % speed" if change.get("speedup") else ""
             yield f"→ {change['label']}: {gib(change['peak_device_bytes'])}{speed}"

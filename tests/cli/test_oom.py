@@ -369,7 +369,29 @@ def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
     assert run(["oom", str(log), "--gpu", "rtx-4090"]) == 0
     text = capsys.readouterr().out
     assert "Ran out of memory: the loss over the vocabulary" in text
-    assert "Changes that fit" in text
+    assert "need less and fit" in text
+
+
+def test_a_run_that_its_config_does_not_explain_is_advised_nothing_that_needs_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`plan check` names no checkpointing as faster; here the log's own advice stays, and only what needs less."""
+    log, config = tmp_path / "log.txt", tmp_path / "train.yaml"
+    log.write_text(as_python(CASES["loss"]) + "\n" + NEW.format(**PLAIN))
+    config.write_text(
+        "model_name_or_path: HuggingFaceTB/SmolLM2-135M\ndataset_name: a/b\nper_device_train_batch_size: 4\n"
+        "max_length: 1024\ngradient_checkpointing: true\nuse_peft: true\nlora_r: 16\nbf16: true\ndtype: bfloat16\n"
+    )
+    command = ["oom", str(log), "--config", str(config), "--gpu", "rtx-4090"]
+    assert run([*command, "--json=full"]) == 0
+    check = json.loads(capsys.readouterr().out)["check"]
+    more = [each for each in check["changes"] if each["peak_device_bytes"] >= check["prediction"]["peak_device_bytes"]]
+    assert check["verdict"] == "fits"
+    assert more
+    assert run(command) == 0
+    text = capsys.readouterr().out
+    assert "What helps, smallest change first" in text
+    assert all(f"→ {change['label']}:" not in text for change in more)
 
 
 @pytest.mark.parametrize(
