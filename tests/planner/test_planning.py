@@ -291,6 +291,12 @@ def test_nothing_fits_offers_to_drop_the_users_own_restriction() -> None:
     assert no_plan.remedies[0].action.startswith("leave --method out: ")
 
 
+def test_a_restriction_left_out_is_told_as_what_its_plan_takes() -> None:
+    """Not as 8-bit QLoRA, which fits too and which no plan takes unasked."""
+    no_plan = refusal_of(plan_request("google/gemma-3-4b-it", "t4", fixed={"method": ("full",)}))
+    assert no_plan.remedies[0].action == "leave --method out: 4-bit QLoRA fits"
+
+
 def test_old_cards_get_fp16() -> None:
     values = dimension_values(plan_request(gpu="t4"))
     assert not any(precision.startswith("bf16") for precision in values["precision"])

@@ -294,16 +294,15 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
 def _fitting(
     request: Workload, peak_device_bytes: int, words: str, *, speed: bool = False, ending: str = ""
 ) -> Remedy | None:
-    """What a request needs in the place of such a peak, by the first node that fits; None where none does.
+    """What a request needs in the place of such a peak, by what its plan takes; None where nothing fits.
 
     Args:
         words: how a person says the request.
         speed: whether it is said how fast that is.
     """
-    fits = next(((node, point) for node, point in best_points(request).items() if point is not None), None)
-    if fits is None:
+    node, point = choose(request, dimension_values(request), WalkResults())
+    if node is None or point is None:
         return None
-    node, point = fits
     rate = f" at {point.tokens_per_s:,.0f} tokens/s" if speed else ""
     saved = peak_device_bytes - point.peak_device_bytes
     return Remedy(f"{words}: {node.words} fits{rate}{ending}", saved)
