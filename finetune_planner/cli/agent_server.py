@@ -5,6 +5,7 @@ comes back short with a handle, under which `details` gives the rest. Paths are 
 server was started for; no file is executed unless the server was started with `--allow-trace`.
 """
 
+import functools
 import gc
 import itertools
 import json
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,7 @@ from planner.core.redaction import without_secrets_in
 from planner.core.shipped import DATA
 
 MAX_ANSWER_BYTES = 2_000
+HANDLE_BYTES = 30
 MAX_KEPT = 64
 """Answers whose details can still be asked for."""
 ANSWERED = (0, 1)
@@ -165,6 +167,20 @@ class CommandRunner:
         return redacted.replace(home, "~") if len(home) > 1 else redacted
 
 
+def compact(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """The same tool; the text of its answer is JSON on one line, where the SDK would indent it."""
+
+    @functools.wraps(tool)
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        from mcp.types import CallToolResult, TextContent
+
+        answer = tool(*args, **kwargs)
+        text = json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
+        return CallToolResult(content=[TextContent(type="text", text=text)], structured_content=answer)
+
+    return answered
+
+
 def refusal(words: str) -> Exception:
     from mcp.server.mcpserver.exceptions import ToolError
 
@@ -172,10 +188,11 @@ def refusal(words: str) -> Exception:
 
 
 def _short(document: Any, *, whole: bool = False) -> dict[str, Any]:
-    """A document within MAX_ANSWER_BYTES, as an object; `whole`: also the parts that a brief answer never has."""
+    """A document within MAX_ANSWER_BYTES with its handle, as an object; `whole`: also the parts that a brief answer
+    never has."""
     from reports.brief_json import brief
 
-    short = brief(document, max_bytes=MAX_ANSWER_BYTES, heavy=whole)
+    short = brief(document, max_bytes=MAX_ANSWER_BYTES - HANDLE_BYTES, heavy=whole)
     return short if isinstance(short, dict) else {"value": short}
 
 
@@ -326,11 +343,10 @@ def build_server(desk: CommandRunner, *, allow_trace: bool = False) -> "MCPServe
         "finetune-planner", instructions=INSTRUCTIONS, version=__version__, log_level="ERROR"
     )
     tools = Tools(desk)
-    answers = (tools.plan, tools.estimate, tools.check, tools.oom, tools.which_gpu, tools.which_model, tools.explain)
-    for tool in (*answers, tools.details):
-        server.add_tool(tool)
-    if allow_trace:
-        server.add_tool(tools.trace)
+    answers = (tools.plan, tools.estimate, tools.check, tools.oom, tools.which_gpu, tools.which_model, tools.details)
+    for tool in (*answers, tools.trace) if allow_trace else answers:
+        server.add_tool(compact(tool))
+    server.add_tool(tools.explain)
     return server
 
 

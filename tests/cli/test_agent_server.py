@@ -4,12 +4,14 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from finetune_planner.cli.agent_server import MAX_ANSWER_BYTES, SKILL, CommandRunner, build_server
 from finetune_planner.cli.app import run
+from planner.planning.check import Verdict
+from planner.setup.outcome import Fit
 from reports.brief_json import LEFT_OUT, brief
 from tests.whole import WHOLE, some
 
@@ -101,7 +103,7 @@ def _unmet(expect: dict[str, Any], result: Any) -> Any:
         return None if result.is_error and expect.get("error", "\0") in text else text
     if "text" in expect:
         return None if expect["text"] in text else text
-    if len(json.dumps(answer, ensure_ascii=False).encode()) > MAX_ANSWER_BYTES + 40:
+    if len(text.encode()) > MAX_ANSWER_BYTES or json.loads(text) != answer:
         return len(text)
     return [(path, at(answer, path)) for path, value in expect.items() if at(answer, path) != value]
 
@@ -112,6 +114,9 @@ def test_details_give_what_was_left_out(desk: CommandRunner) -> None:
     handle = first.structured_content["details"]
     paths = ("", "chosen.formula.terms", "alternatives.0", "chosen.nothing")
     *parts, wrong = ask(desk, *(("details", {"handle": handle, "path": path}) for path in paths))
+    for result in (first, *parts):  # the text itself is short, not indented
+        assert json.loads(result.content[0].text) == result.structured_content
+        assert len(result.content[0].text.encode()) <= MAX_ANSWER_BYTES
     assert parts[0].structured_content["memory"] == first.structured_content["memory"]
     assert parts[1].structured_content["weights"] > 2**28
     assert "label" in parts[2].structured_content
@@ -186,7 +191,7 @@ def test_the_skill_names_the_tools_there_are(capsys: pytest.CaptureFixture[str])
     assert run(["mcp", "--skill"]) == 0
     text = capsys.readouterr().out
     assert text == SKILL.read_text()
-    assert all(f"`{name}`" in text for name in TOOLS)
+    assert all(f"`{name}`" in text for name in (*TOOLS, *Verdict, *get_args(Fit)))
 
 
 def test_what_is_cut_is_counted() -> None:
