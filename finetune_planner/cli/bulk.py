@@ -23,7 +23,7 @@ def table(
         typer.Option(help="Directory of config.json files, or Parquet (model_id, config). Default: the catalogue."),
     ] = None,
     match: Annotated[str, typer.Option(help="Only configurations whose names contain this.")] = "",
-    gpus: Annotated[str, typer.Option(help="Cards, comma-separated; 'all': the GPU table.")] = "all",
+    gpus: Annotated[str, typer.Option(help="Cards, comma-separated; 'all': all but laptops and modules.")] = "all",
     seq_lens: Annotated[str, typer.Option(help="Tokens per sequence, comma-separated.")] = "1024,2048,4096,8192",
     methods: Annotated[str, typer.Option(help="Of full, lora, qlora.")] = "full,lora,qlora",
     global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,

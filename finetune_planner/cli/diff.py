@@ -30,6 +30,7 @@ from planner.setup.interchange import to_jsonable
 from planner.setup.outcome import Prediction
 from reports.check import NAMES, value_words
 from reports.plain import clean
+from reports.text import LEVEL_WORDS
 from reports.trace import RESERVED_WORDS
 
 NUM_TERMS = 5
@@ -230,7 +231,7 @@ def _lines(first: CheckResult, second: CheckResult, changes: Sequence[SettingCha
     verdicts = " -> ".join(result.verdict.value.replace("_", " ") for result in (first, second))
     peaks = " -> ".join(gib(result.prediction.peak_device_bytes) for result in (first, second))
     yield f"{peaks} ({signed_gib(added)})"
-    yield f"of the {gib(first.budget_bytes)} of {first.gpu.name}: {verdicts}  [formula]"
+    yield f"of the {gib(first.budget_bytes)} of {first.gpu.name}: {verdicts}  [{_levels(first, second)}]"
     if first.prediction.tokens_per_s and second.prediction.tokens_per_s:
         yield f"{first.prediction.tokens_per_s:,.0f} -> {second.prediction.tokens_per_s:,.0f} tokens/s"
     if not changes:
@@ -251,6 +252,10 @@ def _lines(first: CheckResult, second: CheckResult, changes: Sequence[SettingCha
         )
     for name, size in _terms(first.prediction, second.prediction):
         yield f"  {signed_gib(size):>12}  {name}"
+
+
+def _levels(first: CheckResult, second: CheckResult) -> str:
+    return " -> ".join(dict.fromkeys(LEVEL_WORDS[result.prediction.level] for result in (first, second)))
 
 
 def _name(field: str) -> str:

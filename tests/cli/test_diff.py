@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -26,6 +27,14 @@ base = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat
 model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M", quantization_config=base)
 args = TrainingArguments(output_dir="o", per_device_train_batch_size=4, bf16=True)
 SFTTrainer(model=model, args=args, train_dataset=rows, peft_config=LoraConfig(r=16), max_seq_length=2048).train()
+"""
+PROFILED = """model_name_or_path: Qwen/Qwen2.5-1.5B
+dtype: bfloat16
+use_peft: true
+lora_target_modules: [all-linear]
+max_length: 2048
+bf16: true
+loss_type: chunked_nll
 """
 
 
@@ -57,6 +66,16 @@ def test_two_files_differ_by_their_settings(tmp_path: Path, capsys: pytest.Captu
         change["origin"] for change in difference["changes"] if change["names"] == ["micro_batch_seqs"]
     )
     assert answer(capsys, str(old), str(old))["changes"] == []
+
+
+def test_memory_is_said_to_be_predicted_as_check_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(PROFILED)
+    levels = []
+    for words in (["check", str(config), "--no-dry-run"], ["diff", str(config), str(config)]):
+        assert run([*words, "--gpu", "rtx-4090"]) == 0
+        levels += re.findall(r"\[(formula|profile)", capsys.readouterr().out.partition("tokens/s")[0])
+    assert levels == ["profile", "profile"]
 
 
 def test_both_files_are_of_the_gpus_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
