@@ -73,7 +73,19 @@ def test_the_words_of_a_usual_plan_are_in_the_glossary() -> None:
     glossary_words = {plain(word) for word in glossary()}
     usual = ("adamw-fused", "adamw-8bit", "paged-adamw-8bit")
     assert set(usual) <= set(OPTIMIZERS)
-    for word in (*usual, "bf16-autocast", "bf16-mixed", "bf16-pure", "sdpa", "nf4", "int8", "packing", "checkpointing"):
+    for word in (
+        *usual,
+        "bf16-autocast",
+        "bf16-mixed",
+        "bf16-pure",
+        "sdpa",
+        "nf4",
+        "int8",
+        "packing",
+        "checkpointing",
+        "tight",
+        "merges",
+    ):
         assert plain(word) in glossary_words
 
 
