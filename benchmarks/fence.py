@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
+from datetime import date
 from typing import Any, NamedTuple
 
 from benchmarks.shared import DOCS, marked
@@ -195,11 +196,10 @@ def row(request: Asked, outcome: Found) -> str:
     how = f"{by}, {setup.kernels}" + ", compiled" * setup.compile
     more = ""
     if outcome.beyond.tokens_per_s > outcome.fastest.tokens_per_s * 1.0001:
-        more = f"{outcome.beyond.tokens_per_s:,.0f} by {differences(outcome.beyond.setup, setup)}: {outcome.reason}"
-    return (
-        f"| {request.title} | {node_of_setup(setup)}, {how} | {speed:,.0f} | {outcome.fastest.tokens_per_s:,.0f} | "
-        f"{outcome.share:.3f} | {differences(outcome.fastest.setup, setup)} | {more} |"
-    )
+        words = differences(outcome.beyond.setup, setup)
+        more = f"{outcome.beyond.tokens_per_s / speed:.2f} times by {words}: {outcome.reason}"
+    nearest = differences(outcome.fastest.setup, setup)
+    return f"| {request.title} | {node_of_setup(setup)}, {how} | {outcome.share:.3f} | {nearest} | {more} |"
 
 
 def main() -> None:
@@ -207,15 +207,15 @@ def main() -> None:
     parser.add_argument("--request", default="", help="only requests whose title has this text")
     parser.add_argument("--write", action="store_true", help="write the table into docs/choices.md")
     args = parser.parse_args()
-    head = "| request | chosen | tokens/s | best | share | the best differs in | left out |"
-    lines = [head, "|---|---" * 3 + "|---|"]
+    head = "| request | chosen | share | the best differs in | left out |"
+    lines = [f"Walked on {date.today()}.\n", head, "|---|---" * 2 + "|---|"]
     print("\n".join(lines), flush=True)
     shares, start, walked = [], time.process_time(), 0
     for request in WISHES:
         if args.request.lower() not in request.title.lower():
             continue
         outcome = search(request)
-        line = row(request, outcome) if outcome is not None else f"| {request.title} | nothing surely fits | | | | | |"
+        line = row(request, outcome) if outcome is not None else f"| {request.title} | nothing surely fits | | | |"
         print(line, flush=True)
         lines.append(line)
         shares += [outcome.share] if outcome is not None else []
