@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import pytest
 
-from finetune_planner.cli.app import build_app, complete_arguments, run
+from finetune_planner.cli.app import COMMANDS, GROUPS, MORE, build_app, complete_arguments, run
 from planner.frameworks.exporters import EXPORTERS
+from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
 from tests.planner.launch_sweep import request
 from tests.whole import some
@@ -254,6 +255,25 @@ def test_every_page_is_in_the_site_and_links_to_what_is_there() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", FENCE.sub("", page.read_text())):
             assert re.match(r"https?:", target) or (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_every_file_command_and_stack_that_a_page_names_is_there() -> None:
+    """SECURITY.md's too; docs/accuracy also names files of earlier commits. docs/llms.txt names every page."""
+    pages = [*(page for page in PAGES if page.parent.name != "accuracy"), ROOT / "SECURITY.md"]
+    folders = "planner|probes|search|reports|finetune_planner|tests|tools|benchmarks"
+    for page in pages:
+        text = page.read_text()
+        for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+            assert path.endswith("NAME.sh") or (ROOT / path).exists(), f"{page}: {path}"
+        for word in re.findall(r"`plan ([a-z][\w-]*)[ `]", text):
+            assert word in {*COMMANDS, *GROUPS, MORE}, f"{page}: plan {word}"
+    row = next(
+        row for row in re.findall(r"^\|.*$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE) if "`probe`" in row
+    )
+    assert set(re.findall(r"`([a-z-]+)`", row.split("|")[1])) <= set(COMMANDS)
+    stacks, listed = ((ROOT / "docs" / name).read_text() for name in ("stacks.md", "llms.txt"))
+    assert [name for name in STACKS if f"`{name}`" not in stacks] == []
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in listed] == []
 
 
 def test_every_benchmark_that_is_named_is_started_as_it_can_be() -> None:
