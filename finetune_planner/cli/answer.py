@@ -91,6 +91,10 @@ def request_of(
 
     if request.samples is not None:
         raise UsageError(f"{data.dataset} has {stats.num_samples:,} samples", hint="leave --samples out")
+    if (images := request.images()) is not None:
+        from planner.models.encoders import image_tokens
+
+        stats = stats.with_pictures(image_tokens(spec, images))
     choice = choose_length(
         stats,
         max_tokens=spec.max_position_embeddings,

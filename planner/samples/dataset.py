@@ -76,6 +76,13 @@ class DatasetStats:
         """Tokens of one epoch with longer samples cut."""
         return round(sum(min(length, seq_len_tokens) for length in self.lengths_tokens) * self.scale)
 
+    def with_pictures(self, tokens: int) -> "DatasetStats":
+        """Of samples with so many tokens of pictures, which answer nothing, beside their texts."""
+        lengths = tuple(length + tokens for length in self.lengths_tokens)
+        share = sum(self.lengths_tokens) / sum(lengths)
+        answers = None if self.answers_fraction is None else self.answers_fraction * share
+        return replace(self, lengths_tokens=lengths, answers_fraction=answers)
+
     def in_pieces(self, seq_len_tokens: int) -> "DatasetStats":
         """Of texts, which go on in another row where one is full (`launch/prepare_data.py`)."""
         whole = self.lengths_tokens

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.image_models import configs
 from benchmarks.images import METHODS, setup_of, spec_of
+from finetune_planner.cli.app import run
 from planner.frameworks.exporters import EXPORTERS, ExportRequest
 from planner.frameworks.hyperparameters import choose
 from planner.memory.trained import trained_parameters
@@ -17,7 +18,7 @@ from planner.models.spec import ModelSpec
 from planner.options.images import Images
 from planner.setup import TrainSetup
 from probes.module_tree import spec_of_tree
-from tests.launch.conftest import Run, export_request, num_saved, two_steps
+from tests.launch.conftest import Run, export_request, make_data, num_saved, two_steps
 from tests.whole import some
 
 pytestmark = pytest.mark.processes
@@ -198,3 +199,35 @@ def test_llamafactory_is_told_the_template_of_the_type() -> None:
         "SmolVLM-Instruct": "LLaMA-Factory has no template for the pictures of idefics3",
         "paligemma-3b-pt-448": "template: paligemma",
     }
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_local_pictures_are_found_counted_and_stand_where_they_were_shown(
+    inline: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`datasets` takes no path of a .jsonl, and a run elsewhere does not see paths that the data say from beside it."""
+    shown: list[dict[str, Any]] = [
+        {"type": "text", "text": "What is"},
+        {"type": "image"},
+        {"type": "text", "text": "?"},
+    ]
+    asked: Any = "What is<image>?" if inline else shown
+    row = {"images": ["seen/0.png"], "messages": [_said("user", asked), _said("assistant", "A cat.")]}
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "seen" / "0.png").touch()
+    (tmp_path / "shown.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    words = ["Qwen/Qwen2-VL-2B-Instruct", "--gpu", "l40s", "--dataset", str(tmp_path / "shown.jsonl")]
+    pictures = ["--images-per-sample", "1", "--image-size", "448", "--target", "trl"]
+    assert run([*words, *pictures, "--no-dry-run", "--out", str(tmp_path / "out")]) == 0
+    assert "320 tokens, 258 of them of 1 image" in " ".join(capsys.readouterr().out.split())
+    script = (tmp_path / "out/launch/run.sh").read_text()
+    assert "torchvision pillow" in script
+    assert "prepare_data.py pictures" in script
+    make_data(tmp_path / "out", "pictures")
+    made = [json.loads(line) for line in (tmp_path / "out/launch/data/pictures/train.jsonl").read_text().splitlines()]
+    turns = [_said("user", shown), _said("assistant", [{"type": "text", "text": "A cat."}])]
+    assert made == 4 * [{"images": ["../seen/0.png"], "messages": turns}]
+
+
+def _said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}

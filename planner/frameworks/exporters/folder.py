@@ -114,7 +114,7 @@ def _readme(
     if request.dataset is None:
         where = f"`{PLACEHOLDER_DATASET}` stands where yours belongs (or plan with --dataset); {where}"
     lines.append(f"- the dataset: {where}")
-    if prepare.needed(request) and request.setup.objective_spec.supervised:
+    if prepare.needed(request) and request.setup.objective_spec.supervised and request.setup.images is None:
         lines.append(
             f"- what the loss is on: {prepare.loss_words(request)}; plan with --loss-on to change it everywhere"
         )

@@ -33,9 +33,11 @@ HUB_VERSIONS = {"transformers": "5.22.0", "kernels": "0.17.2"}
 Source: transformers 5.22.0 and 5.23.0 `utils/import_utils.py` KERNELS_MIN_VERSION, KERNELS_MAX_VERSION;
 `modeling_flash_attention_utils.py` FLASH_ATTN_KERNEL_VERSIONS (flash-attn2: 4, from torch 2.10 on).
 """
+PICTURES = ("torchvision", "pillow")
+"""What transformers 5.23's processors of pictures import, which neither it nor TRL requires (its extra "vlm" does)."""
 OLDER = {"llamafactory": {DELTA: "0.5.2"}}
 """Versions of packages for a target's older transformers: flash-linear-attention 0.6 wants 5.6.2."""
-BRINGS = {"axolotl": {LIGER, DELTA, CONV}, "mlx": {"bitsandbytes"}}
+BRINGS = {"axolotl": {LIGER, DELTA, CONV}, "llamafactory": {*PICTURES}, "mlx": {"bitsandbytes"}}
 """What a target has among its own requirements, or does without (Axolotl's convolution of hybrids is fla's; MLX
 quantizes by itself)."""
 
@@ -63,6 +65,7 @@ def packages_of(runs: TrainSetup) -> dict[str, bool]:
         "bitsandbytes": runs.quantized or OPTIMIZERS[runs.optimizer].bitsandbytes,
         LIGER: "liger" in (runs.loss, runs.kernels),
         "deepspeed": runs.zero,
+        **dict.fromkeys(PICTURES, runs.images is not None),
         VLLM: runs.objective_spec.rolls_out and runs.rollout_settings.by_vllm,
     }
 
@@ -95,7 +98,9 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
     if (vendor != "NVIDIA" or older_card) and (builds := BUILT_FOR.get(vendor)):
         # whatever version is there: a pin would bring PyPI's in its place
         calls[0] = [word for word in calls[0] if not word.startswith("torch==")]
-        calls.insert(0, ["torch", "--index-url", f"{TORCH_INDEX}{builds}"])
+        calls.insert(
+            0, ["torch", *["torchvision"] * ("torchvision" in packages), "--index-url", f"{TORCH_INDEX}{builds}"]
+        )
     # TRL hands packed samples' borders to the convolution too, which refuses them without this package
     built = [FLASH] * flash + [CONV] * (delta and runs.packing and launch.target == "trl" and CONV not in brings)
     if built:

@@ -255,7 +255,7 @@ def _loss(request: ExportRequest) -> Line | None:
 
     Source: LLaMA-Factory 0.9.5 `data/processor/supervised.py`: every answer of a chat has one (`mask_history` false).
     """
-    if not prepare.needed(request) or _stage(request) != "sft":
+    if not prepare.command(request, TARGET) or _stage(request) != "sft":
         return None
     return Line("train_on_prompt", request.loss_on == "all", f"the loss is on {prepare.loss_words(request)}")
 
@@ -322,7 +322,7 @@ def _precision(setup: TrainSetup) -> list[Line]:
 def _dataset_info(request: ExportRequest, runs: TrainSetup) -> LaunchFile:
     dataset, setup = request.dataset, request.setup
     entry: dict[str, object] = {}
-    if made := prepare.needed(request):
+    if made := prepare.command(request, TARGET):
         entry["file_name"] = f"../../{prepare.folder(request, TARGET)}/train.jsonl"
     elif dataset is not None and dataset.local:
         entry["file_name"] = "../../" + shown_path(dataset.path).removeprefix("./")

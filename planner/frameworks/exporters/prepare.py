@@ -7,13 +7,14 @@ looks for the template's markers. Tokens with labels mean the same to all four.
 """
 
 from importlib.resources import files
+from pathlib import Path
 
 from planner.frameworks.exporters import chat
 from planner.frameworks.exporters.text import comments, constant, shown_path
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, LaunchFile
 from planner.options.stacks import TARGET_ROWS
 from planner.samples.dataset import SUPERVISED
-from planner.samples.rows import SUFFIXES
+from planner.samples.rows import SUFFIXES, loader_of
 
 NAME = "prepare_data.py"
 CACHE = "launch/data/axolotl"
@@ -30,6 +31,8 @@ FORMS = {
     "torchtune-in-bwd": "tokens",
 }
 """Target -> what it reads of supervised data; LLaMA-Factory reads chats or texts."""
+LINES = ("json", "csv")
+"""How files are read that hold no picture, but paths to them."""
 PAIRS = ("preference",)
 """Kinds of an objective that trains on preferences alone. TRL takes chats and texts, and Axolotl 0.21 hands it both as
 they are where it is told to prepare nothing (its user-defined type writes a list as Python does, and of texts with a
@@ -39,10 +42,12 @@ as they are."""
 
 def needed(request: ExportRequest) -> bool:
     """Whether the data have to be made into a form that targets read: all that is trained on token by token, but
-    pictures and sound, and preferences, which every tool wants in a form of its own; of other data only files and names
-    that no target takes."""
+    sound, and preferences, which every tool wants in a form of its own; of pictures those that a local file names by
+    their paths; of other data only files and names that no target takes."""
     setup, dataset = request.setup, request.dataset
-    if setup.images is not None or (request.model is not None and request.model.front_end is not None):
+    if setup.images is not None:
+        return dataset is not None and dataset.local and loader_of(Path(dataset.path)) in LINES
+    if request.model is not None and request.model.front_end is not None:
         return False
     if setup.objective_spec.supervised or setup.objective_spec.data == PAIRS:
         return True
@@ -51,6 +56,8 @@ def needed(request: ExportRequest) -> bool:
 
 def form(request: ExportRequest, target: str) -> str:
     """What a target reads."""
+    if request.setup.images is not None:
+        return "pictures" if target == "trl" else ""
     if not request.setup.objective_spec.supervised:
         return "pairs" if target == "llamafactory" else "rows"
     if target == "llamafactory":
@@ -95,7 +102,8 @@ def file(request: ExportRequest) -> LaunchFile:
     """The program: what a person changes, how rows are read (the planner's own code), what is written."""
     dataset, setup = request.dataset, request.setup
     head = (
-        "Makes launch/data/ of a data set for all: python launch/prepare_data.py tokens|chats|answers|text|pairs|rows",
+        "Makes launch/data/ of a data set for all: python launch/prepare_data.py FORM",
+        "FORM is tokens, chats, answers, text, pairs, pictures or rows.",
         f"Files ending in {', '.join(SUFFIXES)} (and .gz), a directory of them, or a data set on the hub.",
     )
     placeholder = "" if dataset else "PUT YOURS HERE: a file, a directory or a hub id"

@@ -192,7 +192,8 @@ def _notes(request: ExportRequest) -> list[str]:
     if setup.images is not None:
         notes.append(
             f"Planned for {setup.images.words}: TRL resizes no pictures, the model's processor does; larger ones need "
-            "more memory, and a sample longer than max_length loses tokens of its pictures and stops the run."
+            "more memory, and a sample longer than max_length loses tokens of its pictures and stops the run. "
+            "The loss is on questions and answers."
         )
     if setup.kernels == "liger":
         notes.append("Needs liger-kernel on a GPU with Triton; TRL 1.16 warns that use_liger_kernel will go in 2.0.")
@@ -393,7 +394,7 @@ def _dataset(request: ExportRequest) -> Section:
     """
     dataset, images, objective = request.dataset, request.setup.images, request.setup.objective_spec
     if prepare.needed(request):
-        labels = f", the loss is on {prepare.loss_words(request)}" if objective.supervised else ""
+        labels = f", the loss is on {prepare.loss_words(request)}" if objective.supervised and images is None else ""
         made = Line("dataset_name", prepare.folder(request, TARGET), f"made by launch/{prepare.NAME}{labels}")
         return section("dataset", made, Line("dataset_train_split", "train"))
     shown = f"columns: images (a list of {images.num}), messages" if images is not None else ""
@@ -402,7 +403,7 @@ def _dataset(request: ExportRequest) -> Section:
         comment = shown or f"hub id, or a directory with train.jsonl ({columns})"
         return section("dataset: PUT YOURS HERE", Line("dataset_name", PLACEHOLDER_DATASET, comment))
     comment = shown or f"{'chat' if dataset.columns == 'messages' else dataset.columns} columns"
-    loader = FILE_LOADERS.get(dataset.path.rpartition(".")[2].lower()) if dataset.local and not shown else None
+    loader = FILE_LOADERS.get(dataset.path.rpartition(".")[2].lower()) if dataset.local else None
     if loader is not None:
         entry = {"path": loader, "data_files": shown_path(dataset.path), "split": "train"}
         return section("dataset", Line("datasets", [entry], comment))
