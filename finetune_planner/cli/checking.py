@@ -4,6 +4,7 @@ program that cannot be read its `plan trace` command."""
 import ast
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -141,7 +142,7 @@ def _loaded(file: Path, card: GpuSpec, request: CheckRequest) -> tuple[ReadConfi
     spec = of_transformers_4(built) if first.older else built
     spec = with_vision(spec) if first.setup.builds_encoders else spec
     config = determined(_read(file, spec, card, request))
-    assumptions = [built.taken_as, card.taken_as, *_not_followed(request, first, config)]
+    assumptions = [built.taken_as, card.taken_as, *_not_followed(file, spec, card, request, first, config)]
     if built_by_transformers_4(spec):
         assumptions.append(
             f"{first.older}: experts are modules of their own there, which are quantized; no dry run builds them"
@@ -176,12 +177,24 @@ def with_linear_attention(config: ReadConfig, spec: ModelSpec, card: GpuSpec, *,
 _DELTA_NAMES = (DELTA, "fla-core")
 
 
-def _not_followed(request: CheckRequest, first: ReadConfig, config: ReadConfig) -> Iterator[str]:
+def _without_words(file: Path, spec: ModelSpec, card: GpuSpec, request: CheckRequest) -> tuple[Any, ...] | None:
+    """Setup and what is missing without --args; None where it cannot be read so."""
+    with suppress(PlannerError):
+        bare = _read(file, spec, card, replace(request, arguments=()))
+        return bare.setup, bare.missing
+    return None
+
+
+def _not_followed(
+    file: Path, spec: ModelSpec, card: GpuSpec, request: CheckRequest, first: ReadConfig, config: ReadConfig
+) -> Iterator[str]:
     if request.model is not None and first.model_id not in (None, request.model):
         yield f"planned for {request.model} (--model); the file names {first.model_id}"
     followed = {"trl", "transformers", *_DELTA_NAMES, *TOOLS} - {*LAUNCHERS}
     for package in sorted({*request.versions} - followed):
         yield f"--assume {package}: nothing that is read here hangs on its version"
+    if request.arguments and (config.setup, config.missing) == _without_words(file, spec, card, request):
+        yield f"--args: {file.name} does not read these words, or they change nothing that is read here"
     num_gpus = config.setup.num_gpus
     if request.num_gpus not in (1, num_gpus):
         yield f"the launch config starts {num_gpus} processes: --gpus {request.num_gpus} is not followed"

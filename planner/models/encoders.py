@@ -85,7 +85,7 @@ def _encoder(model: ModelSpec, width: int, height: int) -> Encoder:
         reason = f"what {model.model_type} makes of a picture is not known here ({', '.join(_MAKERS)} are planned)"
         raise SetupError(
             f"images are not planned for {model.model_id}: {reason if vision else 'it has no eyes'}",
-            hint="leave --images-per-sample and --image-size out: text alone is planned",
+            hint="leave the images out: text alone is planned",
         )
     return make(model, vision or {}, width, height)
 

@@ -369,7 +369,7 @@ def test_what_cannot_be_read_is_sent_to_a_command_that_runs_as_printed(
         "import torch\nfrom transformers import AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-0.5B')\n"
         "optimizer = torch.optim.AdamW(model.parameters())\nfor batch in batches:\n"
-        "    model(**batch).loss.backward()\n    optimizer.step()\n"
+        "    model(**batch).logits.mean().backward()\n    optimizer.step()\n"
     )
     code, _, err = checked(text, name=name, gpu="RTX 4090")
     assert code == 2
@@ -606,6 +606,27 @@ def test_the_speed_of_a_change_is_corrected_as_the_config_s_own_is(monkeypatch: 
 def test_a_version_that_nothing_hangs_on_is_said_to(package: str, noted: bool, checked: Checked) -> None:
     assumptions = json.loads(checked(TRL, "--json=full", "--assume", package)[1])["assumptions"]
     assert any("nothing that is read here" in assumption for assumption in assumptions) == noted
+
+
+@pytest.mark.parametrize("batch", ["4", "parser.parse_args().batch_size"])
+def test_words_that_a_program_does_not_read_are_said_to(batch: str, checked: Checked) -> None:
+    program = (
+        "import argparse\nfrom trl import SFTConfig, SFTTrainer\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--batch_size', type=int, default=8)\n"
+        f"args = SFTConfig(max_length=512, per_device_train_batch_size={batch}, gradient_checkpointing=True)\n"
+        "SFTTrainer('Qwen/Qwen3-0.6B', args=args, train_dataset=rows).train()\n"
+    )
+    document = json.loads(checked(program, "--json=full", "--args", "--batch_size 2", name="train.py")[1])
+    read = "parse_args" in batch
+    assert document["setup"]["micro_batch_seqs"] == (2 if read else 4)
+    assert any(words.startswith("--args: train.py") for words in document["assumptions"]) != read
+
+
+def test_pictures_of_a_model_without_eyes_are_refused_in_words_of_any_command(checked: Checked) -> None:
+    code, _, err = checked(TRL, "--set", "attention=sdpa", "--set", "images=2x1024x768")
+    assert code == 2
+    assert "has no eyes" in err
+    assert "--image" not in err
 
 
 PREFIX = (

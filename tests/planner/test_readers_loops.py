@@ -95,6 +95,13 @@ def test_what_a_loop_says_of_its_step_counts(body: str, fields: dict[str, object
     ("body", "field"),
     [
         (SCRIPT.replace("batch_size=3", "batch_size=int(input())"), "micro_batch_seqs"),
+        (SCRIPT.replace("enumerate(tqdm(loader))", "enumerate(batches(ds))"), "micro_batch_seqs"),  # no DataLoader
+        (
+            SCRIPT.replace("i, batch in enumerate(tqdm(loader))", "i in range(5)").replace(
+                " or i + 1 == len(loader)", ""
+            ),
+            "accumulation_steps",
+        ),
         (SCRIPT.replace("(i + 1) % 4 == 0 or i + 1 == len(loader)", "ready(i)"), "accumulation_steps"),
         (SCRIPT.replace("dtype=torch.bfloat16)", "dtype=KINDS[input()])"), "precision"),
         (
@@ -120,7 +127,6 @@ OTHERS = {
     + SCRIPT.replace("        loss = out", "        old = other(**batch)\n        loss = out"),
     "the model twice": SCRIPT.replace("        loss = out", "        again = model(**batch)\n        loss = out"),
     "sharded": "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nmodel = FSDP(model)\n" + SCRIPT,
-    "no DataLoader": SCRIPT.replace("enumerate(tqdm(loader))", "enumerate(batches(ds))"),
     "an optimizer of its own": SCRIPT.replace("torch.optim.AdamW", "Muon"),
     "two losses": SCRIPT + "for batch in loader:\n    model(**batch).loss.backward()\n",
 }

@@ -451,7 +451,7 @@ def call(reader: Reading, callee: Value, made: CallResult, scope: Scope | None =
             # Remembers what differentiates, and what steps.
             if made.name == "backward":
                 given = made.positional[0] if made.positional else made.receiver
-                reader.program.steps.backwards.setdefault(made.where, (given or Constant(None), reader.turn))
+                reader.program.steps.goes_backward(given or Constant(None), made.where, reader.turn)
             elif made.name == "step":
                 reader.program.steps.updates.append((made, reader.turn))
             returned = _of_object(reader, callee.receiver, made)

@@ -1,5 +1,6 @@
 """Plain training loops of PyTorch and Accelerate, read as the trainer whose step they make: one forward of one model a
-step, the loss that transformers' model itself computes, one optimizer, a `DataLoader`. Any other loop is none of these.
+step, the loss that transformers' model itself computes, one optimizer; its batch is a `DataLoader`'s, or open. Any
+other loop is none of these.
 And what a trainer class of the program's own does in place of its base's step, by the code of its methods.
 """
 
@@ -56,16 +57,23 @@ class LoopContext:
 
 @dataclass(slots=True)
 class Steps:
-    """Forwards, backwards (by their places) and optimizer steps of a program, in order, each with where it stands."""
+    """Forwards, backwards (by their places; how many) and optimizer steps of a program, in order, each with where it
+    stands."""
 
     forwards: list[tuple[CallResult, LoopContext]] = field(default_factory=list)
     backwards: dict[str, tuple[Value, LoopContext]] = field(default_factory=dict)
     updates: list[tuple[CallResult, LoopContext]] = field(default_factory=list)
+    num_backwards: int = 0
 
     def goes_forward(self, made: CallResult, context: LoopContext) -> None:
         """Notes a forward, once for each place and model."""
         if not any(forward.where == made.where and forward.of is made.of for forward, _ in self.forwards):
             self.forwards.append((made, context))
+
+    def goes_backward(self, loss: Value, place: str, context: LoopContext) -> None:
+        """Notes a backward, by the first loss of its place."""
+        self.backwards.setdefault(place, (loss, context))
+        self.num_backwards += 1
 
 
 @dataclass(frozen=True)
@@ -121,18 +129,23 @@ def plain_loop(steps: Steps, made: list[CallResult]) -> Loop | None:
         return None
     loss, context = next(iter(steps.backwards.values()))
     forward = _forward(loss)
-    inside = [call for call, where in steps.forwards if where.loader is context.loader]
+    inside = [call for call, where in steps.forwards if where.loader is context.loader and not _prepares(call)]
     updates = [(update, where) for update, where in steps.updates if _optimizer(update) is not None]
     if forward is None or inside != [forward] or len({id(_optimizer(update)) for update, _ in updates}) != 1:
         return None
     at = next(where for call, where in steps.forwards if call is forward)
     accelerators = [call for call in made if call.name == "Accelerator"]
-    if len(accelerators) > 1 or context.loader is None:
+    if len(accelerators) > 1:
         return None
     accelerator = accelerators[0] if accelerators else None
-    batch = context.loader.argument("batch_size", 1) or Constant(1, context.loader.where)
+    batch: Value = Unknown(f"{forward.where}: its batches come from no DataLoader")
+    if context.loader is not None:
+        batch = context.loader.argument("batch_size", 1) or Constant(1, context.loader.where)
     keywords: dict[str, Value] = {"per_device_train_batch_size": batch, **_precision(at, accelerator)}
-    keywords["gradient_accumulation_steps"] = _accumulation([where for _, where in updates], accelerator, forward.where)
+    accumulated = _accumulation([where for _, where in updates], accelerator, forward.where)
+    if steps.num_backwards != len(updates):  # of turns that are known one by one: some step, some do not
+        accumulated = Unknown(f"{forward.where}: the turns in which the optimizer steps")
+    keywords["gradient_accumulation_steps"] = accumulated
     optimizers = ListValue([_optimizer(updates[0][0]) or Constant(None)])
     trainer = CallResult(
         "Trainer",
@@ -147,6 +160,10 @@ def plain_loop(steps: Steps, made: list[CallResult]) -> Loop | None:
     mixed = accelerator is not None and plain(keywords["bf16"]) is not plain(keywords["fp16"])
     stack = STACKS[mixed][keeps]
     return Loop(trainer, stack, _evaluated(steps, context.loader, batch))
+
+
+def _prepares(call: CallResult) -> bool:
+    return isinstance(call.of, CallResult) and re.search("Tokenizer|Processor|Extractor", call.of.owner) is not None
 
 
 def _forward(loss: Value) -> CallResult | None:
@@ -245,7 +262,7 @@ def _accumulation(turns: list[LoopContext], accelerator: CallResult | None, plac
     return Constant(1, place)
 
 
-def _evaluated(steps: Steps, trained: CallResult, batch: Value) -> int | None:
+def _evaluated(steps: Steps, trained: CallResult | None, batch: Value) -> int | None:
     loaders = [
         context.loader for _, context in steps.forwards if context.loader is not None and context.loader is not trained
     ]
