@@ -10,7 +10,7 @@ from planner.core.units import gib
 from planner.memory.workload import Workload
 from planner.planning.plan import NoPlan, Plan
 from planner.setup.interchange import SCHEMA_VERSION, to_jsonable
-from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure, speed_level
+from planner.setup.outcome import Candidate, Fidelity, Measurement, Prediction, ProbeFailure, speed_level
 from reports.charts import Chart, memory_bars
 from reports.compare import bars
 from reports.markdown import bullets, document, escape
@@ -21,6 +21,7 @@ from reports.plan_json import candidate_to_dict
 from reports.setup_text import setup_difference, setup_words, workload_words
 from reports.text import LEVEL_WORDS, failure_words, fit_word, memory_band_text, rate, speed_band
 
+Evidence = Prediction | Measurement
 HEADER = ("", "fits", "peak", "tokens/s", "level", "the plan is")
 RIGHT = ("peak", "tokens/s", "the plan is")
 PLAN = "the plan"
@@ -48,6 +49,11 @@ class Lane:
     remark: str = ""
 
     @property
+    def level(self) -> Fidelity:
+        """That of its speed."""
+        return speed_level(self.candidate.speed_evidence)
+
+    @property
     def failure(self) -> str:
         """Why it has no run though one was asked for, "" where it has or none was."""
         outcome = self.rehearsal or self.candidate.run
@@ -68,29 +74,32 @@ class Heat:
         """Files first."""
         return (*self.lanes, *((self.planned,) if self.planned is not None else ()))
 
-    def ratio(self, lane: Lane) -> float | None:
-        """The plan's tokens/s over a file's; None where it does not fit, or the two are not known by the same
-        level."""
-        if self.planned is None or lane is self.planned:
+    def speeds(self, lane: Lane) -> tuple[Evidence, Evidence] | None:
+        """What knows the plan's and a file's speed by one level: the formula's where their own differ. None where the
+        file does not fit, a run that was asked for is missing, or one of them has no speed."""
+        if self.planned is None or lane is self.planned or not lane.candidate.fits:
             return None
         mine, theirs = self.planned.candidate.speed_evidence, lane.candidate.speed_evidence
-        if (
-            speed_level(mine) is not speed_level(theirs)
-            or not lane.candidate.fits
-            or not mine.tokens_per_s
-            or not theirs.tokens_per_s
-        ):
+        if self.planned.level is not lane.level:
+            if self.planned.failure or lane.failure:
+                return None
+            mine, theirs = self.planned.candidate.formula, lane.candidate.formula
+        return (mine, theirs) if mine.tokens_per_s and theirs.tokens_per_s else None
+
+    def ratio(self, lane: Lane) -> float | None:
+        """The plan's tokens/s over a file's, by `speeds`."""
+        if (evidence := self.speeds(lane)) is None:
             return None
-        return mine.tokens_per_s / theirs.tokens_per_s
+        mine, theirs = (each.tokens_per_s or 0.0 for each in evidence)
+        return mine / theirs
 
     def surely(self, lane: Lane) -> bool:
         """Whether the two speeds lie further apart than their bands reach."""
-        assert self.planned is not None
-        ends = [_ends(contender.candidate.speed_evidence) for contender in (self.planned, lane)]
-        return ends[0][0] > ends[1][1] or ends[0][1] < ends[1][0]
+        mine, theirs = map(_ends, self.speeds(lane) or ())
+        return mine[0] > theirs[1] or mine[1] < theirs[0]
 
 
-def _ends(evidence: Prediction | Measurement) -> tuple[float, float]:
+def _ends(evidence: Evidence) -> tuple[float, float]:
     speed, band = evidence.tokens_per_s or 0.0, evidence.time_band_fraction or 0.0
     return speed * (1 - band), speed * (1 + band)
 
@@ -158,7 +167,7 @@ def _rows(heat: Heat) -> list[tuple[str, ...]]:
     for lane in heat.all:
         candidate, ratio = lane.candidate, heat.ratio(lane)
         memory, speed = candidate.memory_evidence, candidate.speed_evidence
-        levels = dict.fromkeys(LEVEL_WORDS[level] for level in (memory.level, speed_level(speed)))
+        levels = dict.fromkeys(LEVEL_WORDS[level] for level in (memory.level, lane.level))
         row = (
             clean(lane.label),
             fit_word(candidate),
@@ -197,7 +206,10 @@ def _sentences(heat: Heat) -> list[str]:
             steps = len(lane.rehearsal.step_times_s)
             speed = rate(lane.rehearsal.tokens_per_s)
             sentences.append(f"{clean(lane.label)}: {steps} steps rehearsed on this CPU, {speed} there.")
-    if any(heat.ratio(lane) is not None and not heat.surely(lane) for lane in heat.lanes):
+    raced = [lane for lane in heat.lanes if heat.ratio(lane) is not None]
+    if any(lane.level is not heat.planned.level for lane in raced if heat.planned is not None):
+        sentences.append("How much faster is by the formula of both: no dry run follows one of them.")
+    if not all(map(heat.surely, raced)):
         sentences.append("?: the two speeds lie within their bands, so either may be the faster.")
     if any(not lane.source for lane in heat.lanes):
         sentences.append("What was read and assumed of a file: plan check FILE.")
@@ -223,7 +235,7 @@ def _heat_json(heat: Heat) -> dict[str, Any]:
                 "peak_device_bytes": lane.candidate.memory_evidence.peak_device_bytes,
                 "memory_level": lane.candidate.memory_evidence.level.value,
                 "tokens_per_s": lane.candidate.tokens_per_s or None,
-                "speed_level": speed_level(lane.candidate.speed_evidence).value,
+                "speed_level": lane.level.value,
                 "time_band_fraction": lane.candidate.speed_evidence.time_band_fraction,
                 "plan_over_this": heat.ratio(lane),
                 "beyond_bands": heat.surely(lane) if heat.ratio(lane) is not None else None,

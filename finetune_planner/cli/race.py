@@ -316,10 +316,11 @@ def _with_outcome(lane: Lane, outcome: Measurement | ProbeFailure, device: str) 
 
 
 def _level(heats: Sequence[Heat], how: HowToRun | None, *, dry_run: bool) -> str:
-    dry = any(isinstance(lane.candidate.dry_run, Prediction) for heat in heats for lane in heat.all)
+    dry = [isinstance(lane.candidate.dry_run, Prediction) for heat in heats for lane in heat.all]
     words = "level formula"
-    if dry:
+    if any(dry):
         words = "level dry run (the real step on meta tensors, its operators priced by the card's rates)"
+        words += "" if all(dry) else ", formula of what none follows"
     elif dry_run and (missing := dry_run_possible()):
         words += f" (no dry run: {missing} not installed)"
     if how is None:

@@ -19,6 +19,7 @@ from planner.frameworks.readers import ReadConfig, read_config
 from planner.frameworks.readers.published import PUBLISHED
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
+from planner.planning.answer import plan_workload
 from planner.planning.plan_request import PlanRequest
 from planner.setup.outcome import (
     Candidate,
@@ -31,6 +32,7 @@ from planner.setup.outcome import (
 from probes.gpu.request import ProbeRequest
 from probes.launched.run import FileExecutor
 from probes.store import Store
+from reports.race import Heat, RaceSheet
 from tests.reports.factories import make_environment
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
@@ -89,6 +91,23 @@ def test_a_file_has_the_band_that_check_gives_it(files: list[str], monkeypatch: 
     lane = race._lane(entry, PlanRequest(seq_len=512).workload(model, card), dry_run=True)
     assert isinstance(lane.candidate.dry_run, Prediction)
     assert lane.candidate.dry_run.memory_band == result.band != (0.9, 0.9)
+
+
+def test_speeds_of_two_levels_are_compared_by_the_formula_of_both(files: list[str]) -> None:
+    """As where the plan takes torch.compile, which no dry run follows."""
+    path = Path(files[0])
+    config, model, card = load(path, "rtx-4090")
+    workload = PlanRequest(seq_len=512).workload(model, card)
+    entry = race._Entry(path=path, label=path.name, config=config, model=model)
+    lane = race._lane(entry, workload, dry_run=False)
+    formula = lane.candidate.formula
+    dry = replace(formula, level=Fidelity.DRY_RUN, step_time_s=1.0, tokens_per_s=1.0)
+    of_file = replace(lane, candidate=replace(lane.candidate, dry_run=dry))
+    faster = replace(formula, tokens_per_s=3 * (formula.tokens_per_s or 0))
+    planned = replace(lane, label="the plan", candidate=replace(lane.candidate, formula=faster))
+    heat = Heat(workload=workload, plan=plan_workload(workload), planned=planned, lanes=(of_file,))
+    assert heat.ratio(of_file) == pytest.approx(3.0)
+    assert any("by the formula of both" in sentence for sentence in RaceSheet([heat], "").view()["sentences"])
 
 
 def test_files_of_the_same_work_share_a_plan_and_a_picture(
