@@ -26,7 +26,7 @@ def table(
     gpus: Annotated[str, typer.Option(help="Cards, comma-separated; 'all': all but laptops and modules.")] = "all",
     seq_lens: Annotated[str, typer.Option(help="Tokens per sequence, comma-separated.")] = "1024,2048,4096,8192",
     methods: Annotated[str, typer.Option(help="Of full, lora, qlora.")] = "full,lora,qlora",
-    global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
+    global_batch: options.GlobalBatch = None,
     as_json: options.Json = False,
 ) -> None:
     """Plan every configuration on every card, at every length, by every method (formula level), and write Parquet.

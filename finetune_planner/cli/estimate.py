@@ -11,7 +11,7 @@ import typer
 
 from finetune_planner.app.levels import over_samples, with_dry_run
 from finetune_planner.cli import options
-from finetune_planner.cli.completion import complete_gpu, complete_model
+from finetune_planner.cli.completion import complete_model
 from finetune_planner.cli.output import console, json_text, print_json
 from finetune_planner.cli.request_options import AnySetupOptions
 from finetune_planner.cli.setup_flags import takes_options
@@ -84,7 +84,7 @@ def estimate(
     model: Annotated[
         str | None, typer.Argument(help="Hub id, directory or catalogue name.", autocompletion=complete_model)
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="GPU: key, name, or 'local'.", autocompletion=complete_gpu)] = None,
+    gpu: options.GpuOrNone = None,
     *,
     setup_options: AnySetupOptions,
     setups: Annotated[Path | None, typer.Option(help="JSON lines, one setup each ('-': stdin).")] = None,

@@ -36,14 +36,13 @@ Model = Annotated[
         autocompletion=complete_model,
     ),
 ]
-Gpu = Annotated[
-    str,
-    typer.Option(
-        "--gpu",
-        help="GPU: key, what its box says ('RTX 3060 12GB', 8xH100), 'local', or NAME:12GiB:360GB/s:29TFLOPS.",
-        autocompletion=complete_gpu,
-    ),
-]
+_GPU = typer.Option(
+    "--gpu",
+    help="GPU: key, what its box says ('RTX 3060 12GB', 8xH100), 'local', or NAME:12GiB:360GB/s:29TFLOPS.",
+    autocompletion=complete_gpu,
+)
+Gpu = Annotated[str, _GPU]
+GpuOrNone = Annotated[str | None, _GPU]
 MemoryGib = Annotated[float | None, typer.Option("--memory-gib", help="Usable memory in GiB instead of the table's.")]
 Headroom = Annotated[float | None, typer.Option("--headroom", help="Reserve in GiB that no plan may touch.")]
 GlobalBatch = Annotated[
@@ -61,6 +60,7 @@ NoExtraPackages = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, at most 8 KB; --json=full: all of it.")]
 NoDryRun = Annotated[bool, typer.Option("--no-dry-run", help="Formula only: no torch is needed.")]
+FormulaAlone = Annotated[bool, typer.Option("--no-dry-run", help="As always here: this command runs none.")]
 
 StorePath = Annotated[
     Path | None, typer.Option("--store", help=f"Store of measurements (default: ${STORE_VARIABLE} or the user's data).")

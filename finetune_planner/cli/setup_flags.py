@@ -215,7 +215,9 @@ SPACE = (
     Flag(of="packing", help="Fill sequences with several samples"),
     Flag(of="loss", values=fields.LOSSES, many=True),
     Flag(of="kernels", values=fields.KERNEL_FAMILIES, many=True),
-    Flag(of="linear_attention", values=fields.LINEAR_ATTENTIONS, many=True, help="A hybrid's; fla: its package"),
+    Flag(
+        of="linear_attention", values=fields.LINEAR_ATTENTIONS, many=True, help="Gated delta rule: fla (package), torch"
+    ),
     Flag(of="activation_offload", help="Checkpoints in host memory or on the GPU"),
     Flag(of="selective_checkpointing", help="Checkpointed layers keep their attention (TRL, Axolotl)"),
     Flag(of="compile", help="torch.compile on or off. Default: on where its gain was compared"),
@@ -237,7 +239,7 @@ SPLIT = (
     Flag(of="context_degree", many=True, help="GPUs that share every sequence: fsdp2, or zero3 (Ulysses)", read=_gpus),
     Flag(of="expert_degree", many=True, help="GPUs over which experts are dealt out: fsdp2", read=_gpus),
     Flag(of="pipeline_degree", many=True, help="Stages the layers are cut into", read=_gpus),
-    Flag(of="pipeline_schedule", name="schedule", values=fields.PIPELINE_SCHEDULES, help="Pipeline schedule"),
+    Flag(of="pipeline_schedule", name="schedule", values=fields.PIPELINE_SCHEDULES, help="1f1b (default), gpipe"),
 )
 """Over how many of them the model, its sequences and its experts are cut."""
 LAYOUT = (*SHARED, *SPLIT)

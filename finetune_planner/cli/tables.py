@@ -78,7 +78,7 @@ def which_gpu(
     *,
     gathering: options.JobGpus,
     seq_len: options.SeqLen = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
+    global_batch: options.GlobalBatch = None,
     space: SpaceOptions,
     headroom: options.Headroom = None,
     job: JobOptions,
@@ -86,6 +86,7 @@ def which_gpu(
     table: TableOptions,
     out: OutOf = None,
     lookup: options.Lookup,
+    no_dry_run: options.FormulaAlone = False,
     as_json: options.Json = False,
 ) -> None:
     """Rank the GPU table for MODEL by tokens/s and by cost per million tokens, smallest card that fits first; with
@@ -186,6 +187,7 @@ def which_model(
     memory: options.Memory,
     every: Annotated[bool, typer.Option("--all", help="Show models that do not fit too.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the whole table to this directory.")] = None,
+    no_dry_run: options.FormulaAlone = False,
     as_json: options.Json = False,
 ) -> None:
     """What can be fine-tuned on this card, to what length, and how fast: the catalogue, largest model first.
@@ -243,6 +245,7 @@ def compare_adapters(
     memory: options.Memory,
     lookup: options.Lookup,
     out: Out = None,
+    no_dry_run: options.FormulaAlone = False,
     as_json: options.Json = False,
 ) -> None:
     """Trained parameters, memory and speed of every kind of adapter, and what was published of their quality.
@@ -277,6 +280,7 @@ def compare_targets(
     request: RequestOptions,
     lookup: options.Lookup,
     out: Out = None,
+    no_dry_run: options.FormulaAlone = False,
     as_json: options.Json = False,
 ) -> None:
     """The fastest plan of every launch target: TRL, the Trainer, Axolotl, LLaMA-Factory, Unsloth, torchtitan.

@@ -48,9 +48,10 @@ TIME_LIMIT_S = 1800
 class StandIns:
     """What stands in where the program's data are not at hand."""
 
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of stand-in texts, where a data set is not at hand.")] = (
-        None
-    )
+    seq_len: Annotated[
+        int | None,
+        typer.Option(help=f"Tokens of stand-in texts, where a data set is not at hand. Default {NUM_TOKENS}."),
+    ] = None
     image_size: Annotated[str, typer.Option(help="Pixels of stand-in pictures, WIDTHxHEIGHT.")] = IMAGE_SIZE
 
 

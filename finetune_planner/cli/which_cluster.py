@@ -98,7 +98,8 @@ class CardOptions:
 
 
 EveryBatch = Annotated[
-    int | None, typer.Option("--global-batch", help="Sequences per optimizer step, the same on every cluster.")
+    int | None,
+    typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step, the same on every cluster."),
 ]
 
 
@@ -116,6 +117,7 @@ def which_cluster(
     card: CardOptions,
     out: Annotated[Path | None, typer.Option(help="Write the whole answer to this directory.")] = None,
     lookup: options.Lookup,
+    no_dry_run: options.FormulaAlone = False,
     as_json: options.Json = False,
 ) -> None:
     """The smallest, the cheapest and the fastest set of GPUs that keeps a deadline and a budget.

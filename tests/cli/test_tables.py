@@ -164,6 +164,18 @@ def test_the_table_says_what_plan_says(capsys: pytest.CaptureFixture[str], tmp_p
     assert rows[0]["model"] in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.parametrize(
+    "command", ["which-gpu", "which-model", "which-cluster", "compare-adapters", "compare-targets"]
+)
+def test_a_table_of_the_formula_takes_the_words_that_plan_takes(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--no-dry-run" in shown
+    assert "--batch-size" in shown
+
+
 def test_nothing_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["which-model", "llama-3.1-70b", "--gpu", "t4"]) == 1
     assert "0 of 1 model can be fine-tuned" in capsys.readouterr().out
