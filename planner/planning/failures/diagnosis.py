@@ -1,11 +1,25 @@
 """Why a run ran out of memory, and the smallest change, from what its text says."""
 
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from planner.core.records import dataclass
 from planner.core.units import GIB, gib
 from planner.hardware.gpus import all_gpus
-from planner.planning.failures.message import EXPANDABLE, Message, Phase, phase_of, read_message, sentences_of
+from planner.planning.failures.message import (
+    EIGHT_BIT,
+    EXPANDABLE,
+    FUSED_LOSS,
+    GRADIENT_CHECKPOINTING,
+    LORA,
+    MICRO_BATCH,
+    Message,
+    Phase,
+    phase_of,
+    read_message,
+    sentences_of,
+)
 
 MANY_BYTES = GIB // 2
 """What other processes may hold before they are a cause: a desktop takes some hundred MiB."""
@@ -13,6 +27,27 @@ LARGE_FRACTION = 0.1
 """Of the card, before others or pieces are the cause and not beside it: full cards hold a few percent of pieces."""
 CARD_TOLERANCE = 0.008
 """A message rounds the total to two digits, and drivers differ by some MiB."""
+
+
+TRAINERS = re.compile(r"transformers/trainer\.py|\b(?:trl|axolotl|llamafactory|swift)/|unsloth", re.IGNORECASE)
+"""Files of programs that have the Trainer's arguments."""
+INSTALLED = re.compile(r"(?:site|dist)-packages/|/lib/python")
+IN_CODE = {
+    MICRO_BATCH: "a smaller micro-batch, gradients accumulated over as many more: the same training",
+    GRADIENT_CHECKPOINTING: "model.gradient_checkpointing_enable(): activations of one layer, about a quarter slower",
+    FUSED_LOSS: "liger-kernel's AutoLigerKernelForCausalLM: the logits never exist as a whole",
+    EIGHT_BIT: "bitsandbytes' PagedAdamW8bit (or AdamW8bit): a quarter of the states",
+}
+"""Changes by the Trainer's arguments -> the same in a loop of somebody's own."""
+ADAPTERS = re.compile(
+    r"trainable param(?:eter)?s ?[:=] ?([\d,]{1,20}) ?(?:/|\|\| all params: ?)([\d,]{1,20})", re.IGNORECASE
+)
+"""What trains, and of how much, as peft and Unsloth print it."""
+OF_ADAPTERS = {
+    LORA: "embed_tokens and lm_head left out of target_modules and modules_to_save, where they train; a smaller rank"
+}
+PAGED = {EIGHT_BIT: "optim='paged_adamw_8bit', where it is not paged yet: states move to the host as the card fills"}
+"""Where bitsandbytes' optimizer runs: large embeddings have 32-bit states in its 8-bit ones too."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +92,15 @@ class Diagnosis:
 
 def diagnose(text: str) -> Diagnosis:
     """What a log, a traceback or a message says."""
-    return diagnose_message(read_message(text), sentences_of(text))
+    train = [match for match in ADAPTERS.finditer(text) if match[1] != match[2]]
+    return diagnose_message(read_message(text), sentences_of(text), adapters=bool(train))
 
 
-def diagnose_message(message: Message, sentences: Iterable[str] = ()) -> Diagnosis:
-    """What an error's figures and calls say, else its author."""
+def diagnose_message(message: Message, sentences: Iterable[str] = (), *, adapters: bool = False) -> Diagnosis:
+    """What an error's figures and calls say, else its author; `adapters`: its log says that they train."""
     phase = phase_of(message.frames, message.code, sentences) if message.where else None
+    if phase is not None:
+        phase = replace(phase, changes=tuple(_applying(phase.changes, message, adapters=adapters)))
     causes = (HOST[message.where],) if message.where in HOST else tuple(_causes(message, phase))
     unknown = []
     if message.where == "device" and not message.frames and (phase is None or phase.name == "growth"):
@@ -71,6 +109,18 @@ def diagnose_message(message: Message, sentences: Iterable[str] = ()) -> Diagnos
         unknown.append("which part of the run it was: none of these calls is known")
     cards = _cards(message.total_bytes)
     return Diagnosis(message=message, phase=phase, causes=causes, cards=cards, unknown=tuple(unknown))
+
+
+def _applying(changes: Iterable[str], message: Message, *, adapters: bool) -> Iterator[str]:
+    """The changes in the words of the program that the calls are of."""
+    files = [frame.file.replace(chr(92), "/") for frame in message.frames]
+    own_loop = bool(files) and not INSTALLED.search(files[0]) and not any(map(TRAINERS.search, files))
+    words = {
+        **(IN_CODE if own_loop else {}),
+        **(PAGED if any("bitsandbytes/optim/" in file for file in files) else {}),
+        **(OF_ADAPTERS if adapters else {}),
+    }
+    return (words.get(change, change) for change in changes)
 
 
 def _causes(message: Message, phase: Phase | None) -> Iterator[Cause]:

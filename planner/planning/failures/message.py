@@ -312,6 +312,7 @@ SHORTER = "a shorter maximum length: changes what is learned, last"
 FUSED_LOSS = "use_liger_kernel=True (or TRL's loss_type='chunked_nll'): the logits never exist as a whole"
 QUANTIZED = "a 4-bit base (QLoRA): a quarter of the weights"
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF)"
+EIGHT_BIT = "optim='paged_adamw_8bit' (or adamw_8bit): a quarter of the states"
 LORA = "LoRA instead of full fine-tuning: no gradients and optimizer states of the base"
 
 PHASES = {
@@ -377,7 +378,7 @@ PHASES = {
             "optimizer",
             "the optimizer's step",
             "AdamW makes two states of each trained parameter in its first step: 8 bytes each in 32 bits",
-            "optim='paged_adamw_8bit' (or adamw_8bit): a quarter of the states",
+            EIGHT_BIT,
             LORA,
             "FSDP or ZeRO over more GPUs",
         ),
