@@ -372,6 +372,26 @@ def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
     assert "need less and fit" in text
 
 
+def test_advice_is_of_the_program_that_ran() -> None:
+    """A loop of somebody's own has no Trainer's arguments, a run of adapters no full fine-tuning, and bitsandbytes'
+    optimizer may still be unpaged."""
+
+    def changes(*calls: str, said: str = "") -> str:
+        return " ".join(diagnose(f"{said}\n{as_python(calls)}\n{NEW.format(**PLAIN)}").causes[0].changes)
+
+    assert "per_device" in changes(*CASES["loss"])
+    own = changes("/work/loop.py:main", f"{SITE}/torch/nn/modules/module.py:_call_impl", CASES["loss"][-1])
+    assert "micro-batch" in own
+    assert not any(word in own for word in ("per_device", "use_liger", "optim="))
+    assert "full fine-tuning" in changes(*CASES["optimizer"])
+    unsloth = changes(
+        *TRAIN, f"{SITE}/bitsandbytes/optim/optimizer.py:step", said="Trainable parameters = 6,039/78,520"
+    )
+    assert "full fine-tuning" not in unsloth
+    assert "embed_tokens" in unsloth
+    assert "quarter of the states" not in unsloth
+
+
 def test_a_run_that_its_config_does_not_explain_is_advised_nothing_that_needs_more(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,8 +92,8 @@ class Diagnosis:
 
 def diagnose(text: str) -> Diagnosis:
     """What a log, a traceback or a message says."""
-    train = [match for match in ADAPTERS.finditer(text) if match[1] != match[2]]
-    return diagnose_message(read_message(text), sentences_of(text), adapters=bool(train))
+    adapters = any(match[1] != match[2] for match in ADAPTERS.finditer(text))
+    return diagnose_message(read_message(text), sentences_of(text), adapters=adapters)
 
 
 def diagnose_message(message: Message, sentences: Iterable[str] = (), *, adapters: bool = False) -> Diagnosis:
