@@ -104,7 +104,12 @@ def request_of(
         held_out=_held_out(stats, objective, spec, request),
     )
     left_out = f", {stats.num_left_out:,} rows without any left out" if stats.num_left_out else ""
-    tell(f"{data.dataset}: {stats.num_samples:,} samples{left_out}, {stats.counted_with}; {choice.reason}")
+    rows = ""
+    if stats.rows_per_sample > 1:
+        rows = (
+            f", prepared as {stats.num_rows:,} rows as the chat template writes earlier answers otherwise than the last"
+        )
+    tell(f"{data.dataset}: {stats.num_samples:,} samples{left_out}{rows}, {stats.counted_with}; {choice.reason}")
     lengths = choice
     if objective.rolls_out:  # the samples that are made of the prompts
         rollout = request.fixed().get("rollout", (Rollout(),))[0]
@@ -190,4 +195,5 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
             f"{without_secrets(data.dataset)} has no column {REWARDED_BY}, which the launch files' example of a reward "
             f"asks for: launch/{REWARDS} needs one of your own, and run.sh stops until then"
         )
-    return measure(path, tokenizer=tokenizer_file(spec.model_id), columns=data.names, kinds=objective.data)
+    tokenizer, loss_on = tokenizer_file(spec.model_id), data.loss_on or "answers"
+    return measure(path, tokenizer=tokenizer, columns=data.names, kinds=objective.data, loss_on=loss_on)

@@ -3,6 +3,7 @@
 Counting uses the model's own tokenizer where its `tokenizer.json` is at hand, else a stated bytes-per-token ratio.
 """
 
+import json
 import random
 from bisect import bisect_left, insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from planner.core.errors import ConfigError, EnvironmentProblem
 from planner.core.inputs import open_regular, parse_json
 from planner.core.install import packages_command
 from planner.core.records import dataclass
-from planner.samples.rows import DataError, Row, kinds_of, read_rows, renamed, sample_of
+from planner.samples.rows import REASONING, DataError, Row, kinds_of, read_rows, renamed, sample_of
 from planner.samples.steps import PADDING_LIMIT
 from planner.samples.tokenizing import TokenizerChild
 
@@ -26,12 +27,17 @@ BYTES_PER_TOKEN = 4.0
 
 TOKENS_PER_MESSAGE = 5
 """What a chat template adds to each message. ChatML: start, role, line break, end, line break."""
+TOKENS_BEFORE_TOOLS = 100
+"""What it says about calling tools, beside their descriptions: Qwen 3's 110, Llama 3.1's about 90."""
+JSON_BYTES_PER_TOKEN = 3.0
+"""Of descriptions of tools (3.6) and of calls (2.5), by SmolLM2's tokenizer. Of two tools, a call and its result it
+gives 442 tokens, Qwen 3's template has 429 and Llama 3.1's 492."""
 TOKENS_BEFORE_CHAT = 24
 """What it may say before a chat without a system's turn, where nobody sees it: Qwen 2.5's begins with 86 bytes and four
 tokens, Llama 3.1's with 60 bytes and nine (trl 1.16 chat_templates/)."""
 
 MAX_SAMPLES = 20_000
-"""Samples that are tokenized; of a larger file a fixed random choice."""
+"""Rows that are tokenized; of a larger file a fixed random choice of samples."""
 SUPERVISED = ("messages", "prompt-completion", "text")
 """Kinds of samples that supervised training takes."""
 AS_IT_IS: Mapping[str, str] = MappingProxyType({})
@@ -46,7 +52,8 @@ class DatasetStats:
     Attributes:
         columns: the kind of its samples (`planner.samples.rows.kinds_of`); of "preference" the longer half counts.
         num_samples: in the whole file; num_left_out: rows beside them that have nothing to learn.
-        lengths_tokens: of the measured samples, ascending.
+        rows_per_sample: more than one where chats are prepared as a row for every answer (`planner.samples.chats`).
+        lengths_tokens: of the rows of the measured samples, ascending.
         answers_fraction: share of their tokens that answer; None where nothing is asked.
     """
 
@@ -56,6 +63,7 @@ class DatasetStats:
     lengths_tokens: tuple[int, ...] = field(repr=False)
     counted_with: str
     num_left_out: int = 0
+    rows_per_sample: float = 1.0
     answers_fraction: float | None = None
 
     def __post_init__(self) -> None:
@@ -63,17 +71,22 @@ class DatasetStats:
             raise ConfigError(f"{self.path} holds no samples", hint="one JSON object per line")
 
     @property
+    def num_rows(self) -> int:
+        """Rows that the samples of the whole file become."""
+        return round(self.num_samples * self.rows_per_sample)
+
+    @property
     def scale(self) -> float:
-        """Samples in the file per measured sample."""
-        return self.num_samples / len(self.lengths_tokens)
+        """Rows of the file per measured row."""
+        return self.num_rows / len(self.lengths_tokens)
 
     def percentile(self, fraction: float) -> int:
-        """The length that `fraction` of the samples do not exceed."""
+        """The length that `fraction` of the rows do not exceed."""
         index = min(len(self.lengths_tokens) - 1, max(0, round(fraction * len(self.lengths_tokens)) - 1))
         return self.lengths_tokens[index]
 
     def kept_tokens(self, seq_len_tokens: int) -> int:
-        """Tokens of one epoch with longer samples cut."""
+        """Tokens of one epoch with longer rows cut."""
         return round(sum(min(length, seq_len_tokens) for length in self.lengths_tokens) * self.scale)
 
     def with_pictures(self, tokens: int) -> "DatasetStats":
@@ -91,7 +104,7 @@ class DatasetStats:
         return replace(self, lengths_tokens=tuple(sorted(lengths)), num_samples=num)
 
     def cut_fraction(self, seq_len_tokens: int) -> float:
-        """Share of the samples that are cut."""
+        """Share of the rows that are cut."""
         return sum(length > seq_len_tokens for length in self.lengths_tokens) / len(self.lengths_tokens)
 
     def packing_fraction(self, seq_len_tokens: int) -> float:
@@ -122,7 +135,7 @@ class DatasetStats:
         for shorter in range(num - 1, drawn - 2, -1):
             longest += share * min(self.lengths_tokens[shorter], seq_len_tokens)
             share *= (shorter + 1 - drawn) / max(1, shorter)
-        return min(1.0, self.kept_tokens(seq_len_tokens) / self.num_samples / longest) if longest else 1.0
+        return min(1.0, self.kept_tokens(seq_len_tokens) / self.num_rows / longest) if longest else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +186,14 @@ def choose_length(
     if packing and seq_len_tokens is None and length < stats.lengths_tokens[-1] <= 2 * length:
         length = min(-(-stats.lengths_tokens[-1] // step) * step, max_tokens or 2 * length)
         padded, packed = stats.padding_fraction(micro_batch_seqs, length), stats.packing_fraction(length)
+    unit = "samples" if whole.rows_per_sample == 1 else "rows"
     cut = (
-        f"{'split' if whole.columns == 'text' else 'cut'} {whole.cut_fraction(length):.1%} of {whole.num_samples:,} "
-        f"samples (median {whole.percentile(0.5)}, 99th percentile {whole.percentile(0.99)}, longest {longest}, "
+        f"{'split' if whole.columns == 'text' else 'cut'} {whole.cut_fraction(length):.1%} of {whole.num_rows:,} "
+        f"{unit} (median {whole.percentile(0.5)}, 99th percentile {whole.percentile(0.99)}, longest {longest}, "
         f"{whole.counted_with})"
     )
     shares = f"{padded:.0%} of a padded batch of {micro_batch_seqs}, {packed:.0%} of packed rows"
-    rows = ceil(trained * (stats.kept_tokens(length) / (packed * length) if packing else stats.num_samples))
+    rows = ceil(trained * (stats.kept_tokens(length) / (packed * length) if packing else stats.num_rows))
     doublings = [1 << power for power in range(len(stats.lengths_tokens).bit_length())]
     return LengthChoice(
         seq_len_tokens=length,
@@ -188,7 +202,7 @@ def choose_length(
         cut_fraction=stats.cut_fraction(length),
         epoch_tokens=round(trained * stats.kept_tokens(length)),
         epoch_seqs=rows,
-        samples_per_seq=trained * whole.num_samples / rows,
+        samples_per_seq=trained * whole.num_rows / rows,
         reason=f"{length} tokens {cut}; real tokens: {shares}",
     )
 
@@ -199,11 +213,13 @@ def measure(
     tokenizer: Path | None = None,
     columns: Mapping[str, str] = AS_IT_IS,
     kinds: Sequence[str] = SUPERVISED,
+    loss_on: str = "answers",
 ) -> DatasetStats:
     """Token lengths of a file of samples, or of the training split in a directory of them.
 
     Args:
-        columns: known name -> the column that has it; kinds: of samples that are trained on.
+        columns: known name -> the column that has it; kinds: of samples that are trained on; loss_on: "all" where chats
+            are learned whole.
 
     Raises:
         ConfigError: no such file, a line that is not a sample, or columns that are not known.
@@ -211,8 +227,8 @@ def measure(
     """
     count, counted_with = token_counter(tokenizer)
     dice = random.Random(0)
-    lengths: list[tuple[int, int]] = []  # whole, answers
-    kind, total, left_out = "", 0, 0
+    measured: list[list[tuple[int, int]]] = []  # (whole, answers) of every row of a sample
+    kind, total, left_out, num_rows = "", 0, 0, 0
     for number, row in enumerate(_rows(path, columns), 1):
         kind = kind or _kind(row, kinds, str(path))
         try:
@@ -225,11 +241,13 @@ def measure(
             continue
         total += 1
         # Reservoir: every row with the same chance. Its length is kept, not the row: those may have megabytes.
-        index = total - 1 if total <= MAX_SAMPLES else dice.randrange(total)
-        if index < MAX_SAMPLES:
-            lengths[index : index + 1] = [_length(sample, kind, count, f"{path}: sample {number}")]
+        index = total - 1 if num_rows < MAX_SAMPLES else dice.randrange(total)
+        if num_rows < MAX_SAMPLES or index < len(measured):
+            measured[index : index + 1] = [_lengths(sample, kind, count, loss_on, f"{path}: sample {number}")]
+            num_rows += len(measured[index])
     if left_out and not total:
         raise _unlike(str(path), kind, f"none of its {left_out:,} rows has one")
+    lengths = [length for rows in measured for length in rows]
     whole = sum(length for length, _ in lengths)
     return DatasetStats(
         path=str(path),
@@ -238,6 +256,7 @@ def measure(
         lengths_tokens=tuple(sorted(length for length, _ in lengths)),
         counted_with=counted_with,
         num_left_out=left_out,
+        rows_per_sample=len(lengths) / max(1, len(measured)),
         answers_fraction=sum(answers for _, answers in lengths) / whole if kind in SUPERVISED[:2] and whole else None,
     )
 
@@ -304,15 +323,23 @@ def _kind(row: Row, kinds: Sequence[str], name: str) -> str:
     return next((kind for kind in possible if kind in kinds), possible[0])
 
 
+def _lengths(sample: Row, kind: str, count: CountTokens, loss_on: str, name: str) -> list[tuple[int, int]]:
+    """(tokens, those of answers) of every row of a sample."""
+    if kind != "messages":
+        return [_length(sample, kind, count, name)]
+    rows = count.rows(sample, loss_on) if isinstance(count, TokenizerChild) else None
+    return rows or [_chat_length(sample, count)]
+
+
 def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int, int]:
-    """(tokens of a sample, those of its answers)."""
+    """(tokens of a sample that is one row, those of its answers)."""
     try:
-        if kind == "messages":
-            return _chat_length(sample["messages"], count)
         if kind == "prompt":
             return count(_content(sample["prompt"])), 0
         if kind == "preference" and isinstance(sample["prompt"], list):
-            return max(_chat_length(sample["prompt"] + sample[half], count)[0] for half in ("chosen", "rejected")), 0
+            tools = sample.get("tools")
+            chats = [{"messages": sample["prompt"] + sample[half], "tools": tools} for half in ("chosen", "rejected")]
+            return max(_lengths(chat, "messages", count, "all", name)[0] for chat in chats)[0], 0
         if kind == "preference":
             return count(sample["prompt"]) + max(count(sample[half]) for half in ("chosen", "rejected")) + 1, 0
         if kind == "pairs":
@@ -325,15 +352,25 @@ def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int,
         raise ConfigError(f"{name} has no {kind} like the first one: {str(sample)[:80]}") from error
 
 
-def _chat_length(turns: list[Row], count: CountTokens) -> tuple[int, int]:
-    sizes = [(message["role"], count(message["content"]) + TOKENS_PER_MESSAGE) for message in turns]
-    answers = sum(size for role, size in sizes if role == "assistant")
-    if isinstance(count, TokenizerChild):
-        whole = count(turns)
-        # else it takes contents in parts, or is not there
-        if whole > max(0, answers - TOKENS_PER_MESSAGE * len(turns)):
-            return max(answers, whole), answers
-    return sum(size for _, size in sizes) + TOKENS_BEFORE_CHAT * (turns[0]["role"] != "system"), answers
+def _chat_length(sample: Row, count: CountTokens) -> tuple[int, int]:
+    """The same of a chat whose template is not known."""
+    turns, tools = sample["messages"], sample.get("tools") or ()
+    sizes = [
+        count(turn["content"])
+        + count(turn.get(REASONING[0], ""))
+        + TOKENS_PER_MESSAGE
+        + sum(_json_length(call, count) for call in turn.get("tool_calls") or ())
+        for turn in turns
+    ]
+    answers = sum(size for size, turn in zip(sizes, turns, strict=True) if turn["role"] == "assistant")
+    before = TOKENS_BEFORE_CHAT * (turns[0]["role"] != "system")
+    described = TOKENS_BEFORE_TOOLS * bool(tools) + sum(_json_length(tool, count) for tool in tools)
+    return sum(sizes) + before + described, answers
+
+
+def _json_length(value: Any, count: CountTokens) -> int:
+    text = json.dumps(value, ensure_ascii=False)
+    return count(text) if isinstance(count, TokenizerChild) else round(len(text.encode()) / JSON_BYTES_PER_TOKEN)
 
 
 def _content(value: Any) -> str:

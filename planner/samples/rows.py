@@ -45,6 +45,8 @@ QUESTIONS = ("instruction", "question", "query", "prompt", "input", "user")
 ANSWERS = ("output", "answer", "response", "completion", "assistant")
 CONTEXTS = ("input", "context")
 SYSTEMS = ("system", "system_prompt")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What a turn thinks before it answers; samples have it under the first name."""
 TEXTS = ("text", "content")
 """Columns of each meaning, the first that a row has counts."""
 OTHERS = {
@@ -303,8 +305,8 @@ def sample_of(row: Row, kind: str) -> Row | None:
     preference the row with prompt, chosen and rejected, all texts or all lists of turns; None where a row has nothing
     to learn: no answer, no text.
 
-    Turns of one speaker in a row are joined; what stands before the first question or behind the last answer is left
-    out, as templates of chats take turns about.
+    Turns of one speaker in a row are joined; what stands before the first question or behind the last answer that is
+    learned is left out, as templates of chats take turns about. An answer that is not to be learned has "train": False.
 
     Raises:
         DataError: a row unlike its kind.
@@ -318,14 +320,10 @@ def sample_of(row: Row, kind: str) -> Row | None:
     if kind == "preference":
         return _preference(row)
     turns = _alternating(_messages(row))
-    if not any(message["role"] == "assistant" for message in turns):
+    if not turns:
         return None
-    tools = row.get("tools")
-    return (
-        {"messages": turns, "tools": json.loads(tools) if isinstance(tools, str) else tools}
-        if tools
-        else {"messages": turns}
-    )
+    tools = _objects(row, "tools")
+    return {"messages": turns, "tools": tools} if tools else {"messages": turns}
 
 
 def _preference(row: Row) -> Row | None:
@@ -339,7 +337,7 @@ def _preference(row: Row) -> Row | None:
         return None
     if all(isinstance(part, str) for part in (*halves, prompt or "")):
         if prompt is None:
-            num = _num_shared(*halves)
+            num = num_shared(*halves)
             num -= halves[0][num - 1 : num] == " "
             prompt, halves = halves[0][:num], [half[num:] for half in halves]
         alike = halves[0] == halves[1] or not all(half.strip() for half in halves)
@@ -347,7 +345,7 @@ def _preference(row: Row) -> Row | None:
     chosen, rejected = (_turns(half, "assistant") for half in halves)
     question = [] if prompt is None else _turns(prompt, "user")
     if not all(half and half[0]["role"] == "assistant" for half in (chosen, rejected)):
-        shared = _num_shared(chosen, rejected)
+        shared = num_shared(chosen, rejected)
         question, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     system = next((row[key] for key in SYSTEMS if row.get(key)), None)
     if system is not None and not (question and question[0]["role"] == "system"):
@@ -361,7 +359,7 @@ def _preference(row: Row) -> Row | None:
     )
 
 
-def _num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Items with which both begin."""
     return [*(left == right for left, right in zip(first, second, strict=False)), False].index(False)
 
@@ -380,6 +378,19 @@ def _text(row: Row, column: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{column} is {type(value).__name__} instead of text")
     return value
+
+
+def _objects(row: Row, column: str) -> list[Row]:
+    """A list of objects, or its JSON in a column of text."""
+    values = row.get(column) or []
+    if isinstance(values, str):
+        try:
+            values = json.loads(values)
+        except ValueError:
+            values = None
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise DataError(f"{column} is no list of objects")
+    return values
 
 
 def _messages(row: Row) -> list[Row]:
@@ -430,7 +441,14 @@ def _message_of(message: Any) -> Row:
     converted = _message(
         role, message["content"] if "content" in message else message.get("value", message.get("text"))
     )
-    return converted | {key: message[key] for key in ("tool_calls", "name") if message.get(key)}
+    thought = next((text for key in REASONING if isinstance(text := message.get(key), str) and text.strip()), None)
+    if thought is not None and role == "assistant":
+        converted[REASONING[0]] = thought
+    if role == "assistant" and (message.get("train") is False or message.get("weight") == 0):  # Axolotl's, OpenAI's
+        converted["train"] = False
+    if calls := _objects(message, "tool_calls"):
+        converted["tool_calls"] = calls
+    return converted | ({"name": message["name"]} if message.get("name") else {})
 
 
 def _message(role: str, content: Any) -> Row:
@@ -453,12 +471,14 @@ def _alternating(turns: list[Row]) -> list[Row]:
         if (
             alternating
             and alternating[-1]["role"] == message["role"] != "tool"
-            and not {"tool_calls"} & {*message, *alternating[-1]}
+            and not {"tool_calls", REASONING[0]} & {*message}
+            and "tool_calls" not in alternating[-1]
+            and message.get("train") == alternating[-1].get("train")
         ):
             alternating[-1] = {**alternating[-1], "content": f"{alternating[-1]['content']}\n\n{message['content']}"}
         else:
             alternating.append(message)
-    while alternating and alternating[-1]["role"] != "assistant":
+    while alternating and (alternating[-1]["role"] != "assistant" or not alternating[-1].get("train", True)):
         alternating.pop()
     return alternating
 

@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from planner.core.children import child_environment, python_argv
 from planner.core.errors import ConfigError
 from planner.core.inputs import read_bytes, read_text
+from planner.samples.chats import TEMPLATE, ChatTemplate
+from planner.samples.rows import DataError, Row
 
 NAME = "chat_template.jinja"
 MAX_CONFIG_BYTES = 32 << 20
@@ -35,11 +38,9 @@ def tokenizer_config(folder: Path) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-Render = Callable[[Sequence[dict[str, Any]]], str]
-
-
-def renderer(folder: Path) -> Render | None:
-    """What writes turns as the tokenizer in a model's folder does; None where it has no template that can be read.
+def chat_template(folder: Path) -> ChatTemplate | None:
+    """What writes chats as the tokenizer in a model's folder does, or as the launch files do where it has no template;
+    None where that cannot be read.
 
     Source: transformers 5.23 `utils/chat_template_utils.py` (_cached_compile_jinja_template).
     """
@@ -56,6 +57,7 @@ def renderer(folder: Path) -> Render | None:
         return None
     if isinstance(text, list):  # several, by name
         text = next((entry.get("template") for entry in text if entry.get("name") == "default"), None)
+    text = TEMPLATE if text is None else text
     if not isinstance(text, str):
         return None
     controls = ["jinja2.ext.loopcontrols"]
@@ -64,17 +66,21 @@ def renderer(folder: Path) -> Render | None:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda format: "01 Jan 2026"}
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+    environment.filters["tojson"] = tojson  # Jinja's own escapes what HTML does not take
+    environment.globals |= {"raise_exception": refuse, "strftime_now": datetime(2026, 1, 1).strftime}
     try:
         template = environment.from_string(_MARKERS.sub("", text))
     except TemplateSyntaxError:
         return None
     tokens = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
 
-    def render(turns: Sequence[dict[str, Any]]) -> str:
-        return template.render(messages=turns, tools=None, add_generation_prompt=False, **tokens)
+    def write(turns: Sequence[Row], tools: Any = None, add_generation_prompt: bool = False) -> str:
+        return template.render(messages=turns, tools=tools, add_generation_prompt=add_generation_prompt, **tokens)
 
-    return render
+    return ChatTemplate(write, tokens["eos_token"])
 
 
 def _text(token: Any) -> str:
@@ -110,19 +116,28 @@ class TokenizerChild:
         self._end = weakref.finalize(self, _close, self.process)
         self._answer("is no tokenizer that can be read")
 
-    def __call__(self, text: str | list[dict[str, Any]]) -> int:
-        """The number of tokens of a text; of a chat as the template beside the file writes it, -1 where none does."""
+    def __call__(self, text: str) -> int:
+        """The number of tokens of a text."""
+        return int(self._reply(text))
+
+    def rows(self, chat: Row, loss_on: str) -> list[tuple[int, int]] | None:
+        """(tokens, those of its answers) of every row that a chat becomes as the template beside the file writes it
+        (`planner.samples.chats`); None where none does."""
+        rows = self._reply([chat, loss_on])
+        return [(whole, answers) for whole, answers in rows] if rows else None
+
+    def _reply(self, question: Any) -> Any:
         assert self.process.stdin is not None
         with suppress(OSError):  # it has ended: `_answer` says so
-            self.process.stdin.write(json.dumps(text).encode() + b"\n")
+            self.process.stdin.write(json.dumps(question).encode() + b"\n")
             self.process.stdin.flush()
-        return int(self._answer("cannot count a text"))
+        return self._answer("cannot count a text")
 
-    def _answer(self, what: str) -> int:
+    def _answer(self, what: str) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         answer = json.loads(line) if line.endswith(b"\n") else "it took too much time or memory"
-        if isinstance(answer, int):
+        if not isinstance(answer, str):
             return answer
         self._end()
         raise ConfigError(f"{self.name} {what}: {answer}", hint="give the tokenizer.json that the model came with")
@@ -143,6 +158,13 @@ def _within(limit_s: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
+def _sizes(tokenizer: Any, text: str, learned: list[tuple[int, int]]) -> tuple[int, int]:
+    """(tokens, those that are learned) of a row."""
+    made = tokenizer.encode(text, add_special_tokens=False)
+    labels = ChatTemplate.labelled(made.ids, made.offsets, learned)
+    return len(labels), sum(label != -100 for label in labels)
+
+
 def main() -> None:
     """The child."""
     try:
@@ -158,16 +180,17 @@ def main() -> None:
         _within(LOAD_LIMIT_S)
         tokenizer = Tokenizer.from_file(sys.argv[1])
         print(0, flush=True)
-        render = cache(lambda: renderer(Path(sys.argv[1]).parent))
+        read_template = cache(lambda: chat_template(Path(sys.argv[1]).parent))
         for line in sys.stdin.buffer:
             _within(float(sys.argv[2]))
-            text = json.loads(line)
-            if isinstance(text, list):
-                write, turns, text = render(), text, None
-                with suppress(Exception):  # whatever somebody's template raises: for one, that it knows no system
-                    text = write(turns) if write is not None else None
-            num = -1 if text is None else len(tokenizer.encode(text, add_special_tokens=False).ids)
-            print(num, flush=True)
+            question = json.loads(line)
+            answer: Any = None
+            if isinstance(question, str):
+                answer = len(tokenizer.encode(question, add_special_tokens=False).ids)
+            elif (template := read_template()) is not None:
+                with suppress(DataError):  # a chat that the template does not take
+                    answer = [_sizes(tokenizer, *row) for row in template.rows(*question)]
+            print(json.dumps(answer), flush=True)
     except BaseException as error:  # a panic of the library is no Exception
         print(json.dumps(str(error)[:200] or type(error).__name__), flush=True)
 

@@ -374,7 +374,7 @@ def test_every_template_that_trl_ships_has_its_loss_on_the_answers(name: str, pl
         for system in (False, True):
             talk = turns(num, system)
             rows = scope["encode"]({"messages": talk})
-            learned = [scope["tokenizer"]().decode([label for label in labels if label != -100]) for _, labels in rows]
+            learned = [scope["tokenizer"]().decode([label for label in row[1] if label != -100]) for row in rows]
             assert len(rows) in (1, num)
             whole = "".join(learned)
             for question, answer in TALK[:num]:
@@ -391,3 +391,58 @@ def test_every_template_that_trl_ships_has_its_loss_on_the_answers(name: str, pl
                 theirs = scope["tokenizer"]().decode(marked).strip()
                 assert theirs.endswith(whole.strip())
                 assert theirs == whole.strip() or name in BEGIN_IN_THE_PROMPT
+
+
+TOOL = {"name": "weather", "description": "Of <a> city.", "parameters": {"type": "object", "properties": {}}}
+CALL = {"role": "assistant", "content": None, "thinking": "Ask.", "tool_calls": [{"function": {"name": "weather"}}]}
+CALL["tool_calls"][0]["function"]["arguments"] = {"city": "Zürich"}  # type: ignore[index]
+RESULT = {"role": "tool", "name": "weather", "content": "0"}
+BAD = {"role": "assistant", "content": "BAD", "weight": 0}
+THOUGHT = {"role": "assistant", "reasoning_content": "Zero it is.", "content": "<b>cold</b>"}
+CHAT = {"tools": [{"type": "function", "function": TOOL}], "messages": [ASKED, CALL, RESULT, BAD, ASKED, THOUGHT]}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gptoss", "glm4moe", "qwen3_instruct_2507", "llama3"])
+def test_tools_and_reasoning_are_counted_as_they_are_trained_on(
+    name: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every row is what the tokenizer's own template writes of the chat as far as an answer; a turn of weight 0 is in
+    no label; an end stands once; reasoning and calls are learned, or it is said that they are not."""
+    scope = spans_with((TEMPLATES / f"{name}.jinja").read_text(), place)
+    scope["tokenizer"]().save_pretrained(tmp_path)
+    (tmp_path / "chat.jsonl").write_text(json.dumps(CHAT) + "\n")
+    stats = measure(tmp_path / "chat.jsonl", tokenizer=tmp_path)
+    rows = scope["encode"](scope["sample_of"](CHAT, "messages"))
+    assert sorted(len(ids) for ids, _, _ in rows) == list(stats.lengths_tokens)
+    assert stats.rows_per_sample == len(rows) == (2 if name in ("qwen3", "gptoss", "glm4moe") else 1)
+    turns = [{**turn, "content": turn["content"] or ""} for turn in CHAT["messages"]]
+    made = scope["tokenizer"]()
+    written = [made.apply_chat_template(turns[:num], tools=CHAT["tools"], tokenize=False).rstrip() for num in (2, 6)]
+    assert {made.decode(ids).rstrip().removesuffix(END) for ids, _, _ in rows} <= {
+        text.removesuffix(END) for text in written
+    }
+    learned = "".join(made.decode([label for label in labels if label != -100]) for _, labels, _ in rows)
+    assert "BAD" not in learned
+    assert END + END not in learned
+    assert rows[0][2]["unwritten"] == (name in ("llama3", "qwen3_instruct_2507"))
+    assert rows[0][2]["unwritten"] or all(
+        learned.count(part) == 1 for part in ("Ask.", "Zürich", "Zero it is.", "cold")
+    )
+
+
+def test_an_answer_like_the_end_of_an_end_gets_no_second_one(place: Path) -> None:
+    scope = spans_with((TEMPLATES / "qwen2_5.jinja").read_text(), place)
+    ((text, _),) = scope["chat_template"]().rows({"messages": [ASKED, say("assistant", ">")]})
+    assert text.endswith("><|im_end|>\n")
+
+
+def test_what_is_cut_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"question": "a?", "answer": "b" * num} for num in (5, 100)] + [{"question": "a" * 100, "answer": "b"}]
+    (place / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DatasetChoice(path="long.jsonl", local=True)
+    prepared(place, replace(asked("faq.csv", setup=TrainSetup(seq_len_tokens=64)), dataset=data, held_out=0))
+    told = capsys.readouterr().out
+    lengths = measure(place / "long.jsonl", tokenizer=place / "llama").lengths_tokens
+    assert f"2 of 3 rows are longer than MAX_LENGTH (64 tokens): {sum(lengths[1:]) - 128} tokens are cut off" in told
+    assert "2 answers cut short or off; 1 rows keep none and are left out" in told
+    assert len(made(place, "tokens")) == 2

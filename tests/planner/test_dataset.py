@@ -38,6 +38,41 @@ def test_lengths_by_hand(tmp_path: Path) -> None:
     assert measure(write(tmp_path / "d.jsonl", [alpaca])).lengths_tokens == (24 + 2 + 5 + 1 + 5,)
 
 
+def test_tools_calls_and_reasoning_have_tokens(tmp_path: Path) -> None:
+    """3 bytes a token of what is JSON, 100 for how to call."""
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "a" * 40},
+        {"role": "assistant", "thinking": "c" * 12, "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "d" * 4},
+        {"role": "assistant", "content": "b" * 8},
+    ]
+    tool = {"type": "function", "function": {"name": "f"}}
+    plain, calls = (round(len(json.dumps(value)) / 3) for value in (tool, call))
+    chat = {"tools": [tool], "messages": turns[1:]}
+    length = 24 + 10 + 5 + 3 + 5 + calls + 1 + 5 + 2 + 5 + 100 + plain
+    assert measure(write(tmp_path / "a.jsonl", [chat])).lengths_tokens == (length,)
+    told = {"tools": json.dumps([tool]), "messages": json.dumps(turns[1:])}  # as CSV has them
+    assert measure(write(tmp_path / "b.jsonl", [told])).lengths_tokens == (length,)
+    for name in ("tools", "tool_calls"):
+        bad = {"tools": "{"} if name == "tools" else {"messages": [turns[1], {**turns[2], "tool_calls": "no"}]}
+        with pytest.raises(ConfigError, match=f"{name} is no list of objects"):
+            measure(write(tmp_path / "c.jsonl", [chat | bad]))
+
+
+def test_a_row_for_every_answer_is_counted_as_rows() -> None:
+    """240 chats of six answers each: rows, tokens and what is not held out."""
+    chats = DatasetStats(
+        path="x", columns="messages", num_samples=240, lengths_tokens=(100,) * 1440, counted_with="hand",
+        rows_per_sample=6,
+    )  # fmt: skip
+    choice = choose_length(chats, held_out=12)
+    assert (chats.num_rows, choice.epoch_seqs, choice.epoch_tokens) == (1440, 1368, 136_800)
+    assert choice.samples_per_seq == 1
+    assert "of 1,440 rows" in choice.reason
+
+
 def test_parquet_and_json_arrays_read_like_json_lines(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet

@@ -8,20 +8,13 @@ import re
 from pathlib import Path
 
 from planner.frameworks.exporters.types import ExportRequest
+from planner.samples import chats as shared
 from planner.samples import tokenizing as templates
 
 NAME = templates.NAME
+TEMPLATE = shared.TEMPLATE
 OPTION = "--chat_template_path"
 """`trl sft`'s option for a template in a file (TRL 1.16)."""
-TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
-    "{{- message['content'] if message['content'] is string"
-    " else message['content'] | map(attribute='text') | join }}"
-    "{{- '<|im_end|>' + (eos_token or '' if message['role'] == 'assistant' else '') + '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
 FALLBACK = f"""if tokenizer.chat_template is None:  # a base model's: without one, chats cannot be rendered
     tokenizer.chat_template = (
         {TEMPLATE!r}

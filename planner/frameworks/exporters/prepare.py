@@ -125,8 +125,9 @@ def file(request: ExportRequest) -> LaunchFile:
     ]
     shared = files("planner").joinpath("samples/rows.py").read_text("utf-8").partition('"""\n\n')[2]
     imports, row, reading = shared.partition("Row = ")  # where the shared module's imports end
+    _, chats, rendering = files("planner").joinpath("samples/chats.py").read_text("utf-8").partition("class ")
     program = files("planner").joinpath("data/prepare_data.py.txt").read_text("utf-8")
-    text = f"{comments(head)}\n{_IMPORTS}{imports}{''.join(lines)}\n{row}{reading}\n{program}"
+    text = f"{comments(head)}\n{_IMPORTS}{imports}{''.join(lines)}\n{row}{reading}\n\n{chats}{rendering}\n{program}"
     return LaunchFile(path=NAME, text=text)
 
 
@@ -135,8 +136,9 @@ import multiprocessing
 import random
 import shutil
 import sys
+from collections import Counter
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 """
