@@ -185,7 +185,8 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
     kind = kind_of_data(path, objective.data, data.names)
     if kind not in objective.data:
         fitting = next(row for row in OBJECTIVES.values() if kind in row.data)
-        named = "; or --columns anchor=NAME,positive=NAME" * (objective.data == ("pairs",))
+        columns = {"pairs": "anchor=NAME,positive=NAME", "labelled": "text=NAME,label=NAME"}.get(objective.data[0])
+        named = f"; or --columns {columns}" if columns else ""
         raise UsageError(
             f"{data.dataset} has {kind} columns, --objective {objective.name} trains on {objective.columns}",
             hint=f"--objective {fitting.name} is for such data{named}",

@@ -219,7 +219,7 @@ class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ImageOptions
 
 NAMES = (
     "messages", "question", "answer", "context", "system", "prompt", "completion", "text", "chosen", "rejected",
-    "anchor", "positive", "negative",
+    "anchor", "positive", "negative", "label",
 )  # fmt: skip
 """What `--columns` gives a column to."""
 

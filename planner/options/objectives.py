@@ -290,7 +290,7 @@ _ROWS = (
         lora_factor=1.0,
         trainer="KTOTrainer",
         columns="prompt, completion and label (true or false); or chosen and rejected",
-        data=("prompt-completion", "preference"),
+        data=("unpaired", "preference"),
         source="trl 1.16 trainer/kto_trainer.py: _compute_loss runs the policy on completions of other prompts under "
         "no_grad (the KL term), the policy, and the reference on both; a micro-batch of 1 is refused (the KL term "
         "pairs neighbours)",
@@ -333,7 +333,7 @@ _ROWS = (
         whole_logits=_score_chain,
         losses=("full",),
         columns="text and label",
-        data=("text",),
+        data=("labelled",),
         source="transformers 5.23 GenericForSequenceClassification under the plain Trainer: the layers, a matrix to "
         "the labels on every token, cross-entropy on the last; counted with one label",
     ),

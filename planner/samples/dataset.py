@@ -232,10 +232,10 @@ def measure(
     for number, row in enumerate(_rows(path, columns), 1):
         kind = kind or _kind(row, kinds, str(path))
         try:
-            sample = sample_of(row, kind) if kind in (*SUPERVISED, "preference") and kind in kinds else row
+            sample = sample_of(row, kind) if kind in kinds else row
         except (KeyError, DataError) as error:
             why = f"no column {error}" if isinstance(error, KeyError) else str(error)
-            raise _unlike(f"{path}: sample {number}", kind, why) from error
+            raise _unlike(f"{path}: sample {number}", kind, why, getattr(error, "hint", "")) from error
         if sample is None:
             left_out += 1
             continue
@@ -261,9 +261,12 @@ def measure(
     )
 
 
-def _unlike(where: str, kind: str, why: str) -> ConfigError:
-    content = {"messages": "question with an answer", "text": "text"}.get(kind, f"{kind} columns")
-    hint = "--columns question=NAME,answer=NAME says which columns"
+def _unlike(where: str, kind: str, why: str, hint: str = "") -> ConfigError:
+    content = {"messages": "question with an answer", "text": "text", "labelled": "text with a class"}.get(
+        kind, f"{kind} columns"
+    )
+    named = {"labelled": "text=NAME,label=NAME", "pairs": "anchor=NAME,positive=NAME"}
+    hint = hint or f"--columns {named.get(kind, 'question=NAME,answer=NAME')} says which columns"
     return ConfigError(f"{where} has no {content}: {why}", hint=hint)
 
 
@@ -318,7 +321,7 @@ def _kind(row: Row, kinds: Sequence[str], name: str) -> str:
             f"{name}: columns {there} are not known",
             hint="say which they are: --columns question=NAME,answer=NAME, text=NAME or messages=NAME; known are "
             "messages, conversations, instruction/question/query/prompt/input with output/answer/response/completion, "
-            "text, and pairs of chosen and rejected or anchor and positive",
+            "text, text with label, and pairs of chosen and rejected or anchor (or query) and positive",
         )
     return next((kind for kind in possible if kind in kinds), possible[0])
 
@@ -343,7 +346,12 @@ def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int,
         if kind == "preference":
             return count(sample["prompt"]) + max(count(sample[half]) for half in ("chosen", "rejected")) + 1, 0
         if kind == "pairs":
-            return max(count(_content(sample[column])) for column in ("anchor", "positive")) + 1, 0
+            return max(count(_content(text)) for text in sample.values()) + 1, 0
+        if kind == "unpaired" and isinstance(sample["prompt"], list):
+            chat = {"messages": sample["prompt"] + sample["completion"], "tools": sample.get("tools")}
+            return _lengths(chat, "messages", count, "all", name)[0][0], 0
+        if kind == "unpaired":
+            return count(sample["prompt"]) + count(sample["completion"]) + 1, 0
         if kind == "prompt-completion":
             answer = count(_content(sample["completion"])) + 1
             return count(_content(sample["prompt"])) + answer, answer

@@ -48,11 +48,19 @@ SYSTEMS = ("system", "system_prompt")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """What a turn thinks before it answers; samples have it under the first name."""
 TEXTS = ("text", "content")
+LABELS = ("label", "labels")
+ANCHORS = ("anchor", "query", "question")
+POSITIVES = ("positive", "pos", "answer")
 """Columns of each meaning, the first that a row has counts."""
-OTHERS = {
-    "preference": {"chosen", "rejected"}, "pairs": {"anchor", "positive"}, "prompt": {"prompt"},
-}  # fmt: skip
-"""Kind of sample that is not trained on as it is -> the columns that it has."""
+OTHERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "preference": (("chosen",), ("rejected",)),
+    "pairs": (ANCHORS, POSITIVES),
+    "unpaired": (("prompt",), ("completion",), ("label",)),
+    "labelled": (TEXTS, LABELS),
+    "prompt": (("prompt",),),
+}
+"""Kind of sample that is not trained on as it is -> the columns that it has, each under one of these names."""
+SWITCHES = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 HELD_OUT_FRACTION, MOST_HELD_OUT, LEAST_HELD_OUT = 0.05, 200, 10
 """Samples to evaluate on: a share, at most so many; fewer than the last say nothing. A judgement."""
@@ -263,21 +271,24 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
     """The row under the names that are known, in lower case.
 
     Args:
-        columns: known name -> its column, no other is read; empty: every column has the name that it says.
+        columns: known name -> its column; others are read where these alone are no sample. Empty: every column has the
+            name that it says.
 
     Raises:
         DataError: it lacks one of them.
     """
+    named = {str(name).strip().lower(): value for name, value in row.items()}
     if not columns:
-        return {str(name).strip().lower(): value for name, value in row.items()}
+        return named
     if missing := [column for column in columns.values() if column not in row]:
         raise DataError(f"no column {missing[0]!r}; there are {', '.join(sorted(map(str, row))[:12])}")
-    return {name: row[column] for name, column in columns.items()}
+    stated = {name: row[column] for name, column in columns.items()}
+    return stated if kinds_of(stated) else {**named, **stated}
 
 
 def kinds_of(row: Row) -> tuple[str, ...]:
     """What a row can be taken as, likeliest first: "messages" (who said what), "prompt-completion" (a text and how it
-    goes on), "text", "preference", "pairs", "prompt"; empty where its columns are not known."""
+    goes on), "text", and those of OTHERS; empty where its columns are not known."""
     kinds = []
     raw = {"prompt", "completion"} <= set(row)
     if _first(row, CHATS) or (raw and isinstance(row["prompt"], list)):
@@ -288,7 +299,7 @@ def kinds_of(row: Row) -> tuple[str, ...]:
         kinds.append("messages")
     if _first(row, TEXTS):
         kinds.append("text")
-    kinds += [kind for kind, names in OTHERS.items() if names <= set(row)]
+    kinds += [kind for kind, columns in OTHERS.items() if all(_first(row, names) for names in columns)]
     return tuple(dict.fromkeys(kinds))
 
 
@@ -301,9 +312,10 @@ def _question(row: Row) -> str:
 
 
 def sample_of(row: Row, kind: str) -> Row | None:
-    """What is trained on: {"messages": [{"role", "content"}, ...]}, {"prompt", "completion"}, {"text"}, or of a
-    preference the row with prompt, chosen and rejected, all texts or all lists of turns; None where a row has nothing
-    to learn: no answer, no text.
+    """What is trained on: {"messages": [{"role", "content"}, ...]}, {"prompt", "completion"}, {"text"}; of a preference
+    the row with prompt, chosen and rejected, of what is unpaired with prompt, completion and a true or false label, all
+    texts or all lists of turns; {"anchor", "positive", "negative", "negative_1", ...}, {"text", "label"}; of a prompt
+    the row. None where a row has nothing to learn: no answer, no text, no label.
 
     Turns of one speaker in a row are joined; what stands before the first question or behind the last answer that is
     learned is left out, as templates of chats take turns about. An answer that is not to be learned has "train": False.
@@ -317,8 +329,8 @@ def sample_of(row: Row, kind: str) -> Row | None:
     if kind == "prompt-completion":
         prompt, completion = _text(row, "prompt"), _text(row, "completion")
         return {"prompt": prompt, "completion": completion} if completion.strip() else None
-    if kind == "preference":
-        return _preference(row)
+    if kind in _OTHER_SAMPLES:
+        return _OTHER_SAMPLES[kind](row)
     turns = _alternating(_messages(row))
     if not turns:
         return None
@@ -357,6 +369,58 @@ def _preference(row: Row) -> Row | None:
         if chosen != rejected and chosen and rejected
         else None
     )
+
+
+def _unpaired(row: Row) -> Row | None:
+    """What someone likes, or does not. Source: trl 1.16 trainer/kto_trainer.py takes texts and lists of turns."""
+    label, prompt, completion = (row[name] for name in ("label", "prompt", "completion"))
+    if label is None or not prompt or not completion:
+        return None
+    liked = SWITCHES.get(str(label).strip().lower().removesuffix(".0"))
+    if liked is None:
+        raise DataError(f"label is {str(label)[:40]!r} instead of true or false")
+    if not all(isinstance(part, str) for part in (prompt, completion)):
+        prompt, completion = _turns(prompt, "user"), _turns(completion, "assistant")
+    return {**row, "prompt": prompt, "completion": completion, "label": liked}
+
+
+def _pair(row: Row) -> Row | None:
+    """Texts that belong together, with those that do not: `negative` is the first of them, `negative_1` too."""
+    texts = {"anchor": row[_first(row, ANCHORS)], "positive": row[_first(row, POSITIVES)]}
+    others = [row[name] for name in sorted(row) if name.startswith("neg") and row[name] is not None]
+    others = [text for value in others for text in (value if isinstance(value, list) else [value])]
+    texts |= {f"negative_{number}": text for number, text in enumerate(others, 1)}
+    texts |= {"negative": others[0]} if others else {}
+    pair = {
+        name: _text({name: text[0] if isinstance(text, list) and text else text}, name) for name, text in texts.items()
+    }
+    return pair if pair["anchor"].strip() and pair["positive"].strip() else None
+
+
+def _labelled(row: Row) -> Row | None:
+    """A text with the class that it is of: its name, or a whole number."""
+    column = _first(row, LABELS)
+    text, label = _text(row, _first(row, TEXTS)), row[column]
+    if not text.strip() or label is None or label == "":
+        return None
+    if isinstance(label, (list, dict)):
+        raise DataError(f"{column} is {type(label).__name__}: one class of each text is trained", CLASSES)
+    if isinstance(label, float) and label.is_integer():  # a whole number beside empty ones, as pandas writes it
+        label = int(label)
+    if isinstance(label, float) or _FRACTION.fullmatch(str(label).strip()):
+        raise DataError(f"{column} is {label}: classes are trained, no scores", CLASSES)
+    return {"text": text, "label": label}
+
+
+CLASSES = "give every row one class by its name or a whole number; no launch file trains scores or several labels"
+_FRACTION = re.compile(r"[-+]?\d*\.\d+(?:[eE][-+]?\d+)?")
+_OTHER_SAMPLES: Mapping[str, Callable[[Row], Row | None]] = {
+    "preference": _preference,
+    "unpaired": _unpaired,
+    "pairs": _pair,
+    "labelled": _labelled,
+    "prompt": lambda row: row,
+}
 
 
 def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:

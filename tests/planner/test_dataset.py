@@ -11,6 +11,7 @@ import pytest
 from planner.core.errors import ConfigError
 from planner.samples import tokenizing as counting
 from planner.samples.dataset import DatasetStats, choose_length, kind_of_data, measure, token_counter
+from planner.samples.rows import DataError, kinds_of, renamed, sample_of
 
 
 def stats(*lengths: int) -> DatasetStats:
@@ -271,3 +272,39 @@ def test_a_tokenizer_that_panics_or_hangs_is_a_clear_error(tmp_path: Path, monke
     with pytest.raises(ConfigError, match="cannot count a text"):
         count("a" * 40 + "b")
     assert time.monotonic() - start < 60
+
+
+SAID = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "sample"),
+    [
+        ("labelled", {"content": "a", "labels": 1.0}, {"text": "a", "label": 1}),
+        ("labelled", {"text": "a", "label": None}, None),
+        ("labelled", {"text": "a", "label": "3.29"}, "3.29: classes are trained, no scores"),
+        ("labelled", {"text": "a", "labels": ["x", "y"]}, "list: one class"),
+        ("unpaired", {"prompt": "a", "completion": "b", "label": "False"}, {"label": False}),
+        ("unpaired", {"prompt": SAID[0], "completion": SAID[1], "label": 1}, {"completion": SAID[1], "label": True}),
+        ("unpaired", {"prompt": "a", "completion": "b", "label": "good"}, "'good' instead of true or false"),
+        ("pairs", {"query": "a", "pos": ["b"], "neg": ["c", "d"]}, {"anchor": "a", "positive": "b", "negative_2": "d"}),
+        ("pairs", {"anchor": "a", "positive": "b", "negative": "c"}, {"negative": "c", "negative_1": "c"}),
+    ],
+)
+def test_rows_of_other_objectives_are_what_their_trainers_take(
+    kind: str, row: dict[str, Any], sample: dict[str, Any] | str | None
+) -> None:
+    """Each stopped a real run, or trained a class for every score."""
+    assert kind in kinds_of(row)
+    if isinstance(sample, str):
+        with pytest.raises(DataError, match=sample):
+            sample_of(row, kind)
+        return
+    made = sample_of(row, kind)
+    assert made == sample if sample is None else made is not None and sample.items() <= made.items()
+
+
+def test_a_column_that_is_named_alone_is_read_beside_those_that_say_what_they_are() -> None:
+    row = {"Frage": "a", "positive": "b", "text": "c"}
+    assert renamed(row, {"anchor": "Frage"}) == {"frage": "a", "positive": "b", "text": "c", "anchor": "a"}
+    assert renamed(row, {"text": "Frage"}) == {"text": "a"}

@@ -120,8 +120,9 @@ def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
     before, lines = loading(request)
     parts += [(ROWS + "\n" + LABELLED + "\n") * scored, *before]
-    labels = Line("num_labels", Code("len(LABELS)")) if scored else None
-    parts.append(call("model", f"{auto}.from_pretrained", [labels, *lines], first="MODEL"))
+    names = [Line("id2label", Code("dict(enumerate(map(str, LABELS)))"))] if scored else []
+    names += [Line("label2id", Code("{str(label): number for number, label in enumerate(LABELS)}"))] if scored else []
+    parts.append(call("model", f"{auto}.from_pretrained", [*names, *lines], first="MODEL"))
     parts.append("model.config.use_cache = False\n")
     if scored:
         parts.append("model.config.pad_token_id = tokenizer.pad_token_id  # the last token before it gets the score\n")
@@ -181,7 +182,6 @@ def constants(request: ExportRequest) -> str:
     setup = request.setup
     return (
         common.data_constants(request)
-        + (setup.objective_spec.head == "score") * constant("TEXT_FIELD", "text")
         + constant("MAX_LENGTH", setup.seq_len_tokens, "tokens; longer samples are cut")
         + (setup.objective_spec.head != "none") * constant("PACKING", setup.packing)
         + (setup.context_degree > 1) * constant("PIECES", setup.sequence_chunks, "every sequence is cut into so many")
@@ -438,7 +438,7 @@ counts = {
 
 LABELLED = '''
 def tokenize(row):
-    return {"input_ids": tokenizer(row[TEXT_FIELD], truncation=True, max_length=MAX_LENGTH)["input_ids"]}
+    return {"input_ids": tokenizer(row["text"], truncation=True, max_length=MAX_LENGTH)["input_ids"]}
 
 
 def collate(samples):

@@ -33,23 +33,21 @@ FORMS = {
 """Target -> what it reads of supervised data; LLaMA-Factory reads chats or texts."""
 LINES = ("json", "csv")
 """How files are read that hold no picture, but paths to them."""
-PAIRS = ("preference",)
-"""Kinds of an objective that trains on preferences alone. TRL takes chats and texts, and Axolotl 0.21 hands it both as
-they are where it is told to prepare nothing (its user-defined type writes a list as Python does, and of texts with a
-template in them its TRL 1.14 begins with two BOS); LLaMA-Factory 0.9.5 takes texts, which its template `empty` leaves
-as they are."""
 
 
 def needed(request: ExportRequest) -> bool:
-    """Whether the data have to be made into a form that targets read: all that is trained on token by token, but
-    sound, and preferences, which every tool wants in a form of its own; of pictures those that a local file names by
-    their paths; of other data only files and names that no target takes."""
+    """Whether the data have to be made into a form that targets read: all but sound; of pictures those that a local
+    file names by their paths; of prompts, whose columns are what rewards ask for, files and names that no target takes.
+
+    TRL takes preferences as chats and texts, and Axolotl 0.21 hands it both as they are where it is told to prepare
+    nothing (its user-defined type writes a list as Python does, and of texts with a template in them its TRL 1.14
+    begins with two BOS); LLaMA-Factory 0.9.5 takes texts, which its template `empty` leaves as they are."""
     setup, dataset = request.setup, request.dataset
     if setup.images is not None:
         return dataset is not None and dataset.local and loader_of(Path(dataset.path)) in LINES
     if request.model is not None and request.model.front_end is not None:
         return False
-    if setup.objective_spec.supervised or setup.objective_spec.data == PAIRS:
+    if not setup.objective_spec.rolls_out:
         return True
     return dataset is not None and (bool(dataset.names) or (dataset.local and not dataset.plain))
 
