@@ -167,6 +167,7 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
     """
     if data.dataset is None:
         return None
+    from planner.frameworks.exporters.chat import SPLITS
     from planner.frameworks.exporters.trl import REWARDED_BY, REWARDS
     from planner.samples.dataset import first_row, kind_of_data, measure, tokenizer_file
     from planner.samples.locate import path_of
@@ -196,5 +197,11 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
             f"{without_secrets(data.dataset)} has no column {REWARDED_BY}, which the launch files' example of a reward "
             f"asks for: launch/{REWARDS} needs one of your own, and run.sh stops until then"
         )
-    tokenizer, loss_on = tokenizer_file(spec.model_id), data.loss_on or "answers"
-    return measure(path, tokenizer=tokenizer, columns=data.names, kinds=objective.data, loss_on=loss_on)
+    return measure(
+        path,
+        tokenizer=tokenizer_file(spec.model_id),
+        columns=data.names,
+        kinds=objective.data,
+        loss_on=data.loss_on or "answers",
+        row_per_answer=bool(SPLITS.search(spec.model_id)),
+    )

@@ -90,12 +90,10 @@ class ChatTemplate:
         Raises:
             DataError: the template takes no such chat; a turn that is not learned where all is.
         """
-        if "text" in sample:
-            text = sample["text"] + self.end
-            return [(text, [(0, len(text))])]
-        if "prompt" in sample:
-            text = sample["prompt"] + sample["completion"] + self.end
-            return [(text, [(0 if loss_on == "all" else len(sample["prompt"]), len(text))])]
+        if "messages" not in sample:
+            question = sample.get("prompt", "")
+            text = question + sample.get("completion", sample.get("text")) + self.end
+            return [(text, [(0 if loss_on == "all" else len(question), len(text))])]
         turns, tools = sample["messages"], sample.get("tools")
         if loss_on == "all":
             if not all(turn.get("train", True) for turn in turns):

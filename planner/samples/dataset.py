@@ -18,7 +18,7 @@ from planner.core.errors import ConfigError, EnvironmentProblem
 from planner.core.inputs import open_regular, parse_json
 from planner.core.install import packages_command
 from planner.core.records import dataclass
-from planner.samples.rows import REASONING, DataError, Row, kinds_of, read_rows, renamed, sample_of
+from planner.samples.rows import REASONING, DataError, Row, kinds_of, objects_of, read_rows, renamed, sample_of
 from planner.samples.steps import PADDING_LIMIT
 from planner.samples.tokenizing import TokenizerChild
 
@@ -27,11 +27,12 @@ BYTES_PER_TOKEN = 4.0
 
 TOKENS_PER_MESSAGE = 5
 """What a chat template adds to each message. ChatML: start, role, line break, end, line break."""
-TOKENS_BEFORE_TOOLS = 100
-"""What it says about calling tools, beside their descriptions: Qwen 3's 110, Llama 3.1's about 90."""
+TOKENS_BEFORE_TOOLS, TOKENS_PER_CALL = 110, 15
+"""What it says about calling tools, beside their descriptions (Qwen 3's 110, Llama 3.1's about 90), and around a call
+and its result."""
 JSON_BYTES_PER_TOKEN = 3.0
-"""Of descriptions of tools (3.6) and of calls (2.5), by SmolLM2's tokenizer. Of two tools, a call and its result it
-gives 442 tokens, Qwen 3's template has 429 and Llama 3.1's 492."""
+"""Of descriptions of tools (3.6) and of calls (2.5), by SmolLM2's tokenizer. Of two tools, a call and its result this
+gives 467 tokens, Qwen 3's template has 429 and Llama 3.1's 492."""
 TOKENS_BEFORE_CHAT = 24
 """What it may say before a chat without a system's turn, where nobody sees it: Qwen 2.5's begins with 86 bytes and four
 tokens, Llama 3.1's with 60 bytes and nine (trl 1.16 chat_templates/)."""
@@ -214,12 +215,13 @@ def measure(
     columns: Mapping[str, str] = AS_IT_IS,
     kinds: Sequence[str] = SUPERVISED,
     loss_on: str = "answers",
+    row_per_answer: bool = False,
 ) -> DatasetStats:
     """Token lengths of a file of samples, or of the training split in a directory of them.
 
     Args:
         columns: known name -> the column that has it; kinds: of samples that are trained on; loss_on: "all" where chats
-            are learned whole.
+            are learned whole; row_per_answer: what templates make of chats of several answers, where none is at hand.
 
     Raises:
         ConfigError: no such file, a line that is not a sample, or columns that are not known.
@@ -228,7 +230,7 @@ def measure(
     count, counted_with = token_counter(tokenizer)
     dice = random.Random(0)
     measured: list[list[tuple[int, int]]] = []  # (whole, answers) of every row of a sample
-    kind, total, left_out, num_rows = "", 0, 0, 0
+    split, kind, total, left_out, num_rows = row_per_answer and loss_on != "all", "", 0, 0, 0
     for number, row in enumerate(_rows(path, columns), 1):
         kind = kind or _kind(row, kinds, str(path))
         try:
@@ -243,7 +245,11 @@ def measure(
         # Reservoir: every row with the same chance. Its length is kept, not the row: those may have megabytes.
         index = total - 1 if num_rows < MAX_SAMPLES else dice.randrange(total)
         if num_rows < MAX_SAMPLES or index < len(measured):
-            measured[index : index + 1] = [_lengths(sample, kind, count, loss_on, f"{path}: sample {number}")]
+            if kind == "messages":
+                rows = _chat_lengths(sample, count, loss_on, split)
+            else:
+                rows = [_length(sample, kind, count, f"{path}: sample {number}")]
+            measured[index : index + 1] = [rows]
             num_rows += len(measured[index])
     if left_out and not total:
         raise _unlike(str(path), kind, f"none of its {left_out:,} rows has one")
@@ -326,12 +332,17 @@ def _kind(row: Row, kinds: Sequence[str], name: str) -> str:
     return next((kind for kind in possible if kind in kinds), possible[0])
 
 
-def _lengths(sample: Row, kind: str, count: CountTokens, loss_on: str, name: str) -> list[tuple[int, int]]:
-    """(tokens, those of answers) of every row of a sample."""
-    if kind != "messages":
-        return [_length(sample, kind, count, name)]
+def _chat_lengths(sample: Row, count: CountTokens, loss_on: str = "all", split: bool = False) -> list[tuple[int, int]]:
+    """(tokens, those of answers) of every row that a chat becomes."""
     rows = count.rows(sample, loss_on) if isinstance(count, TokenizerChild) else None
-    return rows or [_chat_length(sample, count)]
+    if rows:
+        return rows
+    turns = sample["messages"]
+    answers = [at for at, turn in enumerate(turns) if turn["role"] == "assistant" and turn.get("train", True)]
+    if not split:
+        return [_chat_length(sample, count, answers)]
+    earlier = [turn | {REASONING[0]: ""} for turn in turns]
+    return [_chat_length({**sample, "messages": [*earlier[:at], turns[at]]}, count, [at]) for at in answers]
 
 
 def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int, int]:
@@ -340,40 +351,42 @@ def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int,
         if kind == "prompt":
             return count(_content(sample["prompt"])), 0
         if kind == "preference" and isinstance(sample["prompt"], list):
-            tools = sample.get("tools")
-            chats = [{"messages": sample["prompt"] + sample[half], "tools": tools} for half in ("chosen", "rejected")]
-            return max(_lengths(chat, "messages", count, "all", name)[0] for chat in chats)[0], 0
+            return max(_answered(sample, half, count) for half in ("chosen", "rejected")), 0
         if kind == "preference":
             return count(sample["prompt"]) + max(count(sample[half]) for half in ("chosen", "rejected")) + 1, 0
         if kind == "pairs":
             return max(count(_content(text)) for text in sample.values()) + 1, 0
         if kind == "unpaired" and isinstance(sample["prompt"], list):
-            chat = {"messages": sample["prompt"] + sample["completion"], "tools": sample.get("tools")}
-            return _lengths(chat, "messages", count, "all", name)[0][0], 0
+            return _answered(sample, "completion", count), 0
         if kind == "unpaired":
             return count(sample["prompt"]) + count(sample["completion"]) + 1, 0
         if kind == "prompt-completion":
             answer = count(_content(sample["completion"])) + 1
             return count(_content(sample["prompt"])) + answer, answer
         return count(sample["text"]) + 1, 0
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, DataError) as error:
         raise ConfigError(f"{name} has no {kind} like the first one: {str(sample)[:80]}") from error
 
 
-def _chat_length(sample: Row, count: CountTokens) -> tuple[int, int]:
-    """The same of a chat whose template is not known."""
+def _answered(sample: Row, answer: str, count: CountTokens) -> int:
+    """Tokens of a prompt of turns with one of its answers."""
+    chat = {"messages": sample["prompt"] + sample[answer], "tools": objects_of(sample, "tools")}
+    return _chat_lengths(chat, count)[0][0]
+
+
+def _chat_length(sample: Row, count: CountTokens, answers: list[int]) -> tuple[int, int]:
+    """(tokens of a chat whose template is not known, those of the turns `answers`)."""
     turns, tools = sample["messages"], sample.get("tools") or ()
     sizes = [
         count(turn["content"])
         + count(turn.get(REASONING[0], ""))
         + TOKENS_PER_MESSAGE
-        + sum(_json_length(call, count) for call in turn.get("tool_calls") or ())
+        + sum(_json_length(call, count) + TOKENS_PER_CALL for call in turn.get("tool_calls") or ())
         for turn in turns
     ]
-    answers = sum(size for size, turn in zip(sizes, turns, strict=True) if turn["role"] == "assistant")
     before = TOKENS_BEFORE_CHAT * (turns[0]["role"] != "system")
     described = TOKENS_BEFORE_TOOLS * bool(tools) + sum(_json_length(tool, count) for tool in tools)
-    return sum(sizes) + before + described, answers
+    return sum(sizes) + before + described, sum(sizes[at] for at in answers)
 
 
 def _json_length(value: Any, count: CountTokens) -> int:

@@ -334,7 +334,7 @@ def sample_of(row: Row, kind: str) -> Row | None:
     turns = _alternating(_messages(row))
     if not turns:
         return None
-    tools = _objects(row, "tools")
+    tools = objects_of(row, "tools")
     return {"messages": turns, "tools": tools} if tools else {"messages": turns}
 
 
@@ -444,7 +444,7 @@ def _text(row: Row, column: str) -> str:
     return value
 
 
-def _objects(row: Row, column: str) -> list[Row]:
+def objects_of(row: Row, column: str) -> list[Row]:
     """A list of objects, or its JSON in a column of text."""
     values = row.get(column) or []
     if isinstance(values, str):
@@ -510,7 +510,7 @@ def _message_of(message: Any) -> Row:
         converted[REASONING[0]] = thought
     if role == "assistant" and (message.get("train") is False or message.get("weight") == 0):  # Axolotl's, OpenAI's
         converted["train"] = False
-    if calls := _objects(message, "tool_calls"):
+    if calls := objects_of(message, "tool_calls"):
         converted["tool_calls"] = calls
     return converted | ({"name": message["name"]} if message.get("name") else {})
 

@@ -430,6 +430,23 @@ def test_tools_and_reasoning_are_counted_as_they_are_trained_on(
     )
 
 
+def test_readers_of_role_and_content_get_no_chat_that_says_more(place: Path) -> None:
+    """LLaMA-Factory would learn a call as an empty answer, and no reasoning."""
+    (place / "more.jsonl").write_text(json.dumps(CHAT) + "\n")
+    request = replace(asked("faq.csv"), dataset=DatasetChoice(path="more.jsonl", local=True))
+    with pytest.raises(ValueError, match="tools, reasoning or turns of weight 0"):
+        prepared(place, request, "chats")
+    with pytest.raises(ValueError, match="weight 0 and the loss is on all"):
+        prepared(place, request, "text")
+    prepared(place, replace(request, setup=TrainSetup(seq_len_tokens=1024)), "answers")
+    first, second = (row["messages"][-1] for row in made(place, "answers"))
+    assert (first["thinking"], second["reasoning_content"], second["thinking"]) == (
+        "Ask.",
+        "Zero it is.",
+        "Zero it is.",
+    )
+
+
 def test_an_answer_like_the_end_of_an_end_gets_no_second_one(place: Path) -> None:
     scope = spans_with((TEMPLATES / "qwen2_5.jinja").read_text(), place)
     ((text, _),) = scope["chat_template"]().rows({"messages": [ASKED, say("assistant", ">")]})

@@ -40,7 +40,7 @@ def test_lengths_by_hand(tmp_path: Path) -> None:
 
 
 def test_tools_calls_and_reasoning_have_tokens(tmp_path: Path) -> None:
-    """3 bytes a token of what is JSON, 100 for how to call."""
+    """3 bytes a token of what is JSON, 110 for how to call, 15 around a call."""
     call = {"function": {"name": "f", "arguments": {"a": 1}}}
     turns = [
         {"role": "system", "content": ""},
@@ -52,8 +52,13 @@ def test_tools_calls_and_reasoning_have_tokens(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     plain, calls = (round(len(json.dumps(value)) / 3) for value in (tool, call))
     chat = {"tools": [tool], "messages": turns[1:]}
-    length = 24 + 10 + 5 + 3 + 5 + calls + 1 + 5 + 2 + 5 + 100 + plain
+    length = 24 + 10 + 5 + 3 + 5 + calls + 15 + 1 + 5 + 2 + 5 + 110 + plain
     assert measure(write(tmp_path / "a.jsonl", [chat])).lengths_tokens == (length,)
+    short = length - 1 - 5 - 2 - 5  # as far as the call
+    split = measure(tmp_path / "a.jsonl", row_per_answer=True)
+    assert (split.lengths_tokens, split.num_rows) == ((short, length - 3), 2)  # what it thought before is gone
+    assert split.answers_fraction == pytest.approx((3 + 5 + calls + 15 + 2 + 5) / (short + length - 3))
+    assert measure(tmp_path / "a.jsonl", row_per_answer=True, loss_on="all").lengths_tokens == (length,)
     told = {"tools": json.dumps([tool]), "messages": json.dumps(turns[1:])}  # as CSV has them
     assert measure(write(tmp_path / "b.jsonl", [told])).lengths_tokens == (length,)
     for name in ("tools", "tool_calls"):
