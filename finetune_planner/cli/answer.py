@@ -192,10 +192,11 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
             f"{data.dataset} has {kind} columns, --objective {objective.name} trains on {objective.columns}",
             hint=f"--objective {fitting.name} is for such data{named}",
         )
-    if objective.rolls_out and REWARDED_BY not in first_row(path, data.names):
+    if objective.rolls_out and not set(REWARDED_BY) & set(first_row(path, data.names)):
+        wanted = ", ".join(REWARDED_BY)
         say(
-            f"{without_secrets(data.dataset)} has no column {REWARDED_BY}, which the launch files' example of a reward "
-            f"asks for: launch/{REWARDS} needs one of your own, and run.sh stops until then"
+            f"{without_secrets(data.dataset)} has no column {wanted}, of which the launch files' stand-in for a "
+            f"reward asks for one: launch/{REWARDS} needs one of your own, and run.sh stops until then"
         )
     return measure(
         path,

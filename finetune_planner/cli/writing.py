@@ -23,6 +23,7 @@ from planner.core.units import gib
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, Difference, ExportRequest, Launch
 from planner.frameworks.exporters.chat import lacks_template
 from planner.frameworks.exporters.folder import folder_files
+from planner.frameworks.exporters.trl import REWARDS, STAND_IN
 from planner.frameworks.hyperparameters import choose
 from planner.memory.workload import Data, Workload
 from planner.options.absent import known_unplanned
@@ -112,7 +113,8 @@ def launch_sentences(launches: Sequence[Launch], *, named: bool) -> tuple[str, .
         Note(f"Not written for {launch.target}: {launch.refused}.", Place.RISK if launch.about else Place.PLAIN)
         for launch in refused
     )
-    return (*forced, *refusals)
+    stand_in = [risk(f"{STAND_IN}.") for launch in launches for file in launch.files if file.path == REWARDS]
+    return (*forced, *refusals, *stand_in)
 
 
 def next_command(launches: Sequence[Launch], folder: Path) -> str:

@@ -287,17 +287,20 @@ def test_rows_of_other_objectives_keep_what_their_trainers_read(place: Path) -> 
     assert made(place, "rows") == [{"text": "good", "label": "1"}, {"text": "bad", "label": "0"}]
 
 
-@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("answered", ["", "answer", "solution"])
 def test_a_reward_that_asks_for_what_the_data_have_not_stops_before_training(
-    answered: bool, place: Path, capsys: pytest.CaptureFixture[str]
+    answered: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The plan says so, and run.sh looks: TRL itself would find out after a model and vLLM are loaded."""
-    (place / "asked.jsonl").write_text(json.dumps({"prompt": "Why?"} | ({"answer": "So."} if answered else {})) + "\n")
+    (place / "asked.jsonl").write_text(json.dumps({"prompt": "Why?"} | ({answered: 42} if answered else {})) + "\n")
     out = place / f"grpo-{answered}"
     words = ["./llama", "--gpu", "rtx-3060-12gb", "--dataset", "asked.jsonl", "--objective", "grpo", "--no-dry-run"]
     assert run([*words, "--attention", "sdpa", "--out", str(out), "--target", "trl"]) == 0
-    assert ("has no column answer" in capsys.readouterr().err) is not answered
-    assert ("has prompt: write your own" in (out / "launch/README.md").read_text()) is not answered
+    screen, readme = capsys.readouterr(), (out / "launch/README.md").read_text()
+    assert ("has no column answer, solution" in screen.err) is not bool(answered)
+    assert ("has prompt: write your own" in readme) is not bool(answered)
+    assert "rewards.py is a stand-in to replace" in " ".join(screen.out.split())
+    assert "- the reward: launch/trl/rewards.py is a stand-in to replace" in readme
     look, config = "launch/trl/rewards.py", "launch/trl/trl-grpo.yaml"
     assert f"python {look} {config}" in (out / "launch" / "run.sh").read_text()
     scope = {"__name__": "rewards", "__file__": look}
@@ -306,8 +309,12 @@ def test_a_reward_that_asks_for_what_the_data_have_not_stops_before_training(
         patch.chdir(out)
         if answered:
             scope["main"](config)
+            rewards = scope["contains_answer"](["It is 1,142.", "It is 42."] * 2, answer=[42, 42, "a\n#### 1142", None])
+            assert rewards == [0, 1, 1, 0]
             return
-        with pytest.raises(SystemExit, match="needs a column answer; the data have prompt"):
+        with pytest.raises(
+            SystemExit, match="needs a column answer, solution, ground_truth or target; the data have prompt"
+        ):
             scope["main"](config)
 
 

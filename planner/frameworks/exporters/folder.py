@@ -12,7 +12,7 @@ from planner.frameworks.exporters import chat, prepare, slurm
 from planner.frameworks.exporters.gated import gate_of, on_hub
 from planner.frameworks.exporters.install import install_calls
 from planner.frameworks.exporters.text import one_line, shown_path
-from planner.frameworks.exporters.trl import REWARDS
+from planner.frameworks.exporters.trl import REWARDS, STAND_IN
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
 from planner.options.stacks import TARGET_ROWS
 
@@ -118,6 +118,7 @@ def _readme(
         lines.append(
             f"- what the loss is on: {prepare.loss_words(request)}; plan with --loss-on to change it everywhere"
         )
+    lines += [f"- the reward: {STAND_IN}"] * request.setup.objective_spec.rolls_out
     lines += [
         f"- where the run writes: `{_plain(shown_path(request.output_dir))}`",
         "- learning rate, epochs, logging and saving: as you like; they change no memory",

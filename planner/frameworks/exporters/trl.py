@@ -28,8 +28,12 @@ FILE_LOADERS = {"jsonl": "json", "json": "json", "parquet": "parquet"}
 ORPO_SCRIPT = "trl/trl-orpo.py"
 SERVER, SERVER_START_S = ("127.0.0.1", 8000), 1800
 """Where a vLLM server listens, and how long the run waits for it: TRL's own 240 seconds hold no download."""
-REWARDS, REWARDED_BY = "trl/rewards.py", "answer"
-"""The example of a reward, and the column that it asks for."""
+REWARDS, REWARDED_BY = "trl/rewards.py", ("answer", "solution", "ground_truth", "target")
+"""The stand-in for a reward, and the columns of which it asks for one."""
+STAND_IN = (
+    f"launch/{REWARDS} is a stand-in to replace by the reward of your task: 1 where the row's answer stands in the "
+    "completion, else 0"
+)
 TEMPLATED = ("sft", "pretrain", "reward")
 """Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
 
@@ -172,11 +176,11 @@ def _notes(request: ExportRequest) -> list[str]:
         "with trl < 1.16 check loss_type: only this version never materialises the logits."
     ]
     fields = () if request.dataset is None else request.dataset.fields
-    if setup.objective_spec.rolls_out and REWARDED_BY not in fields:
+    if setup.objective_spec.rolls_out and not set(REWARDED_BY) & set(fields):
         lacking = f"{shown_path(request.dataset.path)} has {', '.join(fields)}" if request.dataset and fields else ""
         notes.append(
-            f"The example reward asks for a column `{REWARDED_BY}`{'; ' * bool(lacking)}{lacking}: write your own in "
-            f"launch/{REWARDS}. run.sh stops before anything is loaded where a reward asks for what the data have not."
+            f"The stand-in for a reward asks for a column {', '.join(REWARDED_BY)}{'; ' * bool(lacking)}{lacking}: "
+            "write your own. run.sh stops before anything is loaded where a reward asks for what the data have not."
         )
     templates, chats = setup.objective in TEMPLATED, chat.chats(request)
     if not templates and chats and request.lacks_template is not False:
@@ -319,7 +323,7 @@ def _rollout(setup: TrainSetup) -> list[Section]:
     return [
         section(
             "objective",
-            Line("reward_funcs", ["launch.trl.rewards.contains_answer"], f"an example: needs a column `{REWARDED_BY}`"),
+            Line("reward_funcs", ["launch.trl.rewards.contains_answer"], "a stand-in: replace it"),
             Line("loss_type", "dapo", "TRL's default") if setup.objective == "grpo" else None,
             Line("normalize_advantages", False, "TRL's default") if setup.objective == "rloo" else None,
             Line(
