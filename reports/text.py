@@ -207,6 +207,8 @@ def short_verdict(plan: Plan) -> str:
     setup, memory, speed = chosen.setup, chosen.memory_evidence, chosen.speed_evidence
     fits = {"fits": "Fits", "tight": "Tight, it may run out of memory", "over": "Does not fit"}[chosen.verdict]
     base = {"int8": "an 8-bit base", "none": "the 16-bit model"}.get(setup.quantization, "a 4-bit base")
+    if setup.quantize_experts and not setup.quantized:
+        base = "a base with experts of 4 bits"
     adapter = "LoRA" if setup.adapter == "lora" else setup.adapter
     trained = "Full fine-tuning" if setup.method == "full" else f"{adapter} on {base}"
     words = f"{fits}. {trained}: {gib(memory.peak_device_bytes)} of {gib(chosen.budget_bytes)} ({memory_mark(memory)})"

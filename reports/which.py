@@ -15,6 +15,7 @@ from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.options.adapters import REFUSED
 from planner.planning.answer import best_by_method
+from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.policy import KindChoice
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.targets import TargetChoice, as_fast, tokens_per_s
@@ -259,7 +260,7 @@ def _gpu_cells(choice: GpuChoice) -> dict[str, str]:
         missing = gib(choice.answer.missing_bytes)
         return cells | {"fits": "no", "setup": f"{missing} missing", "method": f"+{missing}", "method ": f"+{missing}"}
     chosen = choice.answer.chosen
-    method = METHOD_SHORT[chosen.setup.method]
+    method = METHOD_SHORT[node_of_setup(chosen.setup).method]
     cells |= {
         "fits": fit_word(chosen),
         "tokens/s": f"{chosen.tokens_per_s:,.0f}",
@@ -371,7 +372,7 @@ def _models_table(rows: Sequence[ModelChoice]) -> tuple[tuple[str, ...], list[tu
                 clean(row.model.model_id),
                 count(row.model.num_params),
                 *(f"{tokens:,}" if (tokens := row.longest_tokens.get(method)) else "-" for method in METHOD_SHORT),
-                METHOD_SHORT[chosen.setup.method] if chosen else "-",
+                METHOD_SHORT[node_of_setup(chosen.setup).method] if chosen else "-",
                 f"{chosen.tokens_per_s:,.0f}" if chosen else "-",
             )
         )

@@ -27,7 +27,7 @@ from planner.planning.decision.alternatives import alternatives, in_backward
 from planner.planning.decision.candidates import Ranked, candidate
 from planner.planning.decision.choosing import choose, choose_alone
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
-from planner.planning.decision.node import Node
+from planner.planning.decision.node import Node, node_of_setup
 from planner.planning.decision.policy import compile_s, job_notes
 from planner.planning.decision.results import WalkResults, merged
 from planner.planning.decision.tree import SingleGpuAnswer, answers, kernels_words, preferred_nodes
@@ -509,5 +509,5 @@ def best_by_method(answer: Plan | NoPlan) -> dict[str, Candidate]:
     fitting = [option for option in (answer.chosen, *classes) if option.fits]
     by_method: dict[str, Candidate] = {}
     for option in sorted(fitting, key=lambda option: -option.tokens_per_s):
-        by_method.setdefault(option.setup.method, option)
+        by_method.setdefault(node_of_setup(option.setup).method, option)
     return by_method

@@ -125,7 +125,7 @@ def _bases(workload: Workload, answer: Plan | NoPlan | None) -> dict[str, TrainS
     """Method -> the setup whose other settings its cells have."""
     best: dict[str, TrainSetup] = {}
     if isinstance(answer, Plan):
-        best = {method: option.setup for method, option in best_by_method(answer).items()}
+        best = {option.setup.method: option.setup for option in best_by_method(answer).values()}
         best[answer.chosen.setup.method] = answer.chosen.setup
     try:
         values = dimension_values(workload)

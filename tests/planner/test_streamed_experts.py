@@ -9,6 +9,7 @@ from planner.frameworks.exporters import TARGETS
 from planner.hardware.gpus import find_gpu
 from planner.memory.states import pinned_bytes, streamed_stacks
 from planner.models import catalogue
+from planner.planning.decision.node import Node, node_of_setup
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from tests.planner.helpers import plan_request, planned
@@ -43,6 +44,8 @@ def test_a_12_gb_card_gets_a_plan_and_its_file() -> None:
     assert plan.chosen.setup.stack == "loggetta"
     assert plan.chosen.formula.peak_device_bytes < gpu.memory_bytes
     assert any("of the host's memory, pinned" in note for note in plan.chosen.formula.notes)
+    adapters = plan.chosen.setup.replace(method="lora", quantization="none")
+    assert node_of_setup(plan.chosen.setup) is node_of_setup(adapters) is Node.FOUR_BIT  # most of the base is in 4 bits
     for name, target in TARGETS.items():
         assert target.expresses(plan.chosen.setup, model, gpu) == (name == "loggetta"), name
 

@@ -35,7 +35,7 @@ _WORDS = {
 
 
 def node_of_setup(setup: TrainSetup) -> Node:
-    """The node that a setup belongs to."""
-    if setup.method != "qlora":
+    """The node that a setup belongs to; a mixture's experts in 4 bits are most of its base."""
+    if setup.method != "qlora" and not setup.quantize_experts:
         return Node(setup.method)
     return Node.EIGHT_BIT if setup.quantization == "int8" else Node.FOUR_BIT
