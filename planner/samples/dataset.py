@@ -54,7 +54,8 @@ class DatasetStats:
         columns: the kind of its samples (`planner.samples.rows.kinds_of`); of "preference" the longer half counts.
         num_samples: in the whole file; num_left_out: rows beside them that have nothing to learn.
         rows_per_sample: more than one where chats are prepared as a row for every answer (`planner.samples.chats`).
-        lengths_tokens: of the rows of the measured samples, ascending.
+        lengths_tokens: of the rows of the measured samples, ascending; starts_tokens: of each, where its first answer
+            begins; empty where nothing is asked.
         answers_fraction: share of their tokens that answer; None where nothing is asked.
     """
 
@@ -65,6 +66,7 @@ class DatasetStats:
     counted_with: str
     num_left_out: int = 0
     rows_per_sample: float = 1.0
+    starts_tokens: tuple[int, ...] = field(default=(), repr=False)
     answers_fraction: float | None = None
 
     def __post_init__(self) -> None:
@@ -103,6 +105,25 @@ class DatasetStats:
         lengths = [min(left, seq_len_tokens) for length in whole for left in range(length, 0, -seq_len_tokens)]
         num = round(len(lengths) * self.scale)
         return replace(self, lengths_tokens=tuple(sorted(lengths)), num_samples=num)
+
+    def answered(self, seq_len_tokens: int) -> "DatasetStats":
+        """Of rows with a part of an answer in so many tokens: the others are left out (`launch/prepare_data.py`).
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if not self.starts_tokens or max(self.starts_tokens) < seq_len_tokens:
+            return self
+        rows = zip(self.lengths_tokens, self.starts_tokens, strict=True)
+        kept = [(length, start) for length, start in rows if start < seq_len_tokens]
+        if not kept:
+            raise ConfigError(
+                f"{self.path}: no answer begins within {seq_len_tokens} tokens",
+                hint=f"--seq-len {self.lengths_tokens[-1]} holds the longest sample",
+            )
+        lengths, starts = zip(*kept, strict=True)
+        share = len(kept) / len(self.lengths_tokens)
+        return replace(self, lengths_tokens=lengths, starts_tokens=starts, rows_per_sample=self.rows_per_sample * share)
 
     def cut_fraction(self, seq_len_tokens: int) -> float:
         """Share of the rows that are cut."""
@@ -178,14 +199,14 @@ def choose_length(
     if longest <= length:
         length = max(64, -(-longest // 64) * 64)
     length = seq_len_tokens or min(length, max_tokens or length)
-    if stats.columns == "text":
-        stats = stats.in_pieces(length)
+    stats = whole.in_pieces(length) if whole.columns == "text" else whole.answered(length)
     padded = stats.padding_fraction(micro_batch_seqs, length)
     packed = stats.packing_fraction(length)
     if packing is None:
         packing = packs and padded < 1 - PADDING_LIMIT and packed > padded
     if packing and seq_len_tokens is None and length < stats.lengths_tokens[-1] <= 2 * length:
         length = min(-(-stats.lengths_tokens[-1] // step) * step, max_tokens or 2 * length)
+        stats = whole.in_pieces(length) if whole.columns == "text" else whole.answered(length)
         padded, packed = stats.padding_fraction(micro_batch_seqs, length), stats.packing_fraction(length)
     unit = "samples" if whole.rows_per_sample == 1 else "rows"
     cut = (
@@ -193,6 +214,8 @@ def choose_length(
         f"{unit} (median {whole.percentile(0.5)}, 99th percentile {whole.percentile(0.99)}, longest {longest}, "
         f"{whole.counted_with})"
     )
+    if num_lost := whole.num_rows - stats.num_rows if whole.columns != "text" else 0:
+        cut += f", {num_lost:,} left out as no answer begins within it"
     shares = f"{padded:.0%} of a padded batch of {micro_batch_seqs}, {packed:.0%} of packed rows"
     rows = ceil(trained * (stats.kept_tokens(length) / (packed * length) if packing else stats.num_rows))
     doublings = [1 << power for power in range(len(stats.lengths_tokens).bit_length())]
@@ -203,7 +226,7 @@ def choose_length(
         cut_fraction=stats.cut_fraction(length),
         epoch_tokens=round(trained * stats.kept_tokens(length)),
         epoch_seqs=rows,
-        samples_per_seq=trained * whole.num_rows / rows,
+        samples_per_seq=trained * (whole if whole.columns == "text" else stats).num_rows / rows,
         reason=f"{length} tokens {cut}; real tokens: {shares}",
     )
 
@@ -229,7 +252,7 @@ def measure(
     """
     count, counted_with = token_counter(tokenizer)
     dice = random.Random(0)
-    measured: list[list[tuple[int, int]]] = []  # (whole, answers) of every row of a sample
+    measured: list[list[tuple[int, int, int]]] = []  # (whole, answers, before the first) of every row of a sample
     split, kind, total, left_out, num_rows = row_per_answer and loss_on != "all", "", 0, 0, 0
     for number, row in enumerate(_rows(path, columns), 1):
         kind = kind or _kind(row, kinds, str(path))
@@ -253,17 +276,20 @@ def measure(
             num_rows += len(measured[index])
     if left_out and not total:
         raise _unlike(str(path), kind, f"none of its {left_out:,} rows has one")
-    lengths = [length for rows in measured for length in rows]
-    whole = sum(length for length, _ in lengths)
+    lengths = sorted(length for rows in measured for length in rows)
+    whole = sum(length for length, _, _ in lengths)
     return DatasetStats(
         path=str(path),
         columns=kind,
         num_samples=total,
-        lengths_tokens=tuple(sorted(length for length, _ in lengths)),
+        lengths_tokens=tuple(length for length, _, _ in lengths),
+        starts_tokens=tuple(start for _, _, start in lengths) if kind in SUPERVISED[:2] and loss_on != "all" else (),
         counted_with=counted_with,
         num_left_out=left_out,
         rows_per_sample=len(lengths) / max(1, len(measured)),
-        answers_fraction=sum(answers for _, answers in lengths) / whole if kind in SUPERVISED[:2] and whole else None,
+        answers_fraction=sum(answers for _, answers, _ in lengths) / whole
+        if kind in SUPERVISED[:2] and whole
+        else None,
     )
 
 
@@ -332,8 +358,10 @@ def _kind(row: Row, kinds: Sequence[str], name: str) -> str:
     return next((kind for kind in possible if kind in kinds), possible[0])
 
 
-def _chat_lengths(sample: Row, count: CountTokens, loss_on: str = "all", split: bool = False) -> list[tuple[int, int]]:
-    """(tokens, those of answers) of every row that a chat becomes."""
+def _chat_lengths(
+    sample: Row, count: CountTokens, loss_on: str = "all", split: bool = False
+) -> list[tuple[int, int, int]]:
+    """(tokens, those of answers, those before the first) of every row that a chat becomes."""
     rows = count.rows(sample, loss_on) if isinstance(count, TokenizerChild) else None
     if rows:
         return rows
@@ -345,27 +373,32 @@ def _chat_lengths(sample: Row, count: CountTokens, loss_on: str = "all", split: 
     return [_chat_length({**sample, "messages": [*earlier[:at], turns[at]]}, count, [at]) for at in answers]
 
 
-def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int, int]:
-    """(tokens of a sample that is one row, those of its answers)."""
+def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int, int, int]:
+    """(tokens of a sample that is one row, those of its answers, those before)."""
     try:
-        if kind == "prompt":
-            return count(_content(sample["prompt"])), 0
-        if kind == "preference" and isinstance(sample["prompt"], list):
-            return max(_answered(sample, half, count) for half in ("chosen", "rejected")), 0
-        if kind == "preference":
-            return count(sample["prompt"]) + max(count(sample[half]) for half in ("chosen", "rejected")) + 1, 0
-        if kind == "pairs":
-            return max(count(_content(text)) for text in sample.values()) + 1, 0
-        if kind == "unpaired" and isinstance(sample["prompt"], list):
-            return _answered(sample, "completion", count), 0
-        if kind == "unpaired":
-            return count(sample["prompt"]) + count(sample["completion"]) + 1, 0
         if kind == "prompt-completion":
-            answer = count(_content(sample["completion"])) + 1
-            return count(_content(sample["prompt"])) + answer, answer
-        return count(sample["text"]) + 1, 0
+            question, answer = count(_content(sample["prompt"])), count(_content(sample["completion"])) + 1
+            return question + answer, answer, question
+        return _unanswered_length(sample, kind, count), 0, 0
     except (KeyError, TypeError, AttributeError, DataError) as error:
         raise ConfigError(f"{name} has no {kind} like the first one: {str(sample)[:80]}") from error
+
+
+def _unanswered_length(sample: Row, kind: str, count: CountTokens) -> int:
+    """Tokens of a sample of which no part is an answer alone."""
+    if kind == "prompt":
+        return count(_content(sample["prompt"]))
+    if kind == "preference" and isinstance(sample["prompt"], list):
+        return max(_answered(sample, half, count) for half in ("chosen", "rejected"))
+    if kind == "preference":
+        return count(sample["prompt"]) + max(count(sample[half]) for half in ("chosen", "rejected")) + 1
+    if kind == "pairs":
+        return max(count(_content(text)) for text in sample.values()) + 1
+    if kind == "unpaired" and isinstance(sample["prompt"], list):
+        return _answered(sample, "completion", count)
+    if kind == "unpaired":
+        return count(sample["prompt"]) + count(sample["completion"]) + 1
+    return count(sample["text"]) + 1
 
 
 def _answered(sample: Row, answer: str, count: CountTokens) -> int:
@@ -374,8 +407,8 @@ def _answered(sample: Row, answer: str, count: CountTokens) -> int:
     return _chat_lengths(chat, count)[0][0]
 
 
-def _chat_length(sample: Row, count: CountTokens, answers: list[int]) -> tuple[int, int]:
-    """(tokens of a chat whose template is not known, those of the turns `answers`)."""
+def _chat_length(sample: Row, count: CountTokens, answers: list[int]) -> tuple[int, int, int]:
+    """(tokens of a chat whose template is not known, those of the turns `answers`, those before them)."""
     turns, tools = sample["messages"], sample.get("tools") or ()
     sizes = [
         count(turn["content"])
@@ -385,8 +418,8 @@ def _chat_length(sample: Row, count: CountTokens, answers: list[int]) -> tuple[i
         for turn in turns
     ]
     before = TOKENS_BEFORE_CHAT * (turns[0]["role"] != "system")
-    described = TOKENS_BEFORE_TOOLS * bool(tools) + sum(_json_length(tool, count) for tool in tools)
-    return sum(sizes) + before + described, sum(sizes[at] for at in answers)
+    before += TOKENS_BEFORE_TOOLS * bool(tools) + sum(_json_length(tool, count) for tool in tools)
+    return before + sum(sizes), sum(sizes[at] for at in answers), before + sum(sizes[: (answers or [0])[0]])
 
 
 def _json_length(value: Any, count: CountTokens) -> int:

@@ -120,11 +120,11 @@ class TokenizerChild:
         """The number of tokens of a text."""
         return int(self._reply(text))
 
-    def rows(self, chat: Row, loss_on: str) -> list[tuple[int, int]] | None:
-        """(tokens, those of its answers) of every row that a chat becomes as the template beside the file writes it
-        (`planner.samples.chats`); None where none does."""
+    def rows(self, chat: Row, loss_on: str) -> list[tuple[int, int, int]] | None:
+        """(tokens, those of its answers, those before the first) of every row that a chat becomes as the template
+        beside the file writes it (`planner.samples.chats`); None where none does."""
         rows = self._reply([chat, loss_on])
-        return [(whole, answers) for whole, answers in rows] if rows else None
+        return [(whole, answers, before) for whole, answers, before in rows] if rows else None
 
     def _reply(self, question: Any) -> Any:
         assert self.process.stdin is not None
@@ -158,11 +158,12 @@ def _within(limit_s: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
-def _sizes(tokenizer: Any, text: str, learned: list[tuple[int, int]]) -> tuple[int, int]:
-    """(tokens, those that are learned) of a row."""
+def _sizes(tokenizer: Any, text: str, learned: list[tuple[int, int]]) -> tuple[int, int, int]:
+    """(tokens, those that are learned, those before the first of them) of a row."""
     made = tokenizer.encode(text, add_special_tokens=False)
     labels = ChatTemplate.labelled(made.ids, made.offsets, learned)
-    return len(labels), sum(label != -100 for label in labels)
+    places = [at for at, label in enumerate(labels) if label != -100]
+    return len(labels), len(places), places[0] if places else len(labels)
 
 
 def main() -> None:

@@ -79,6 +79,20 @@ def test_a_row_for_every_answer_is_counted_as_rows() -> None:
     assert "of 1,440 rows" in choice.reason
 
 
+def test_rows_whose_answers_begin_too_late_are_no_steps(tmp_path: Path) -> None:
+    """Of four chats one begins to answer within 64 tokens: 24 + 10 + 5, then a cut answer."""
+    rows = [{"question": "a" * num, "answer": "b" * 400} for num in (40, 400, 400, 400)]
+    chats = measure(write(tmp_path / "a.jsonl", rows))
+    assert chats.starts_tokens == (39, 129, 129, 129)
+    choice = choose_length(chats, seq_len_tokens=64)
+    assert (choice.epoch_seqs, choice.epoch_tokens, choice.samples_per_seq) == (1, 64, 1)
+    assert "cut 100.0% of 4 samples" in choice.reason
+    assert "3 left out as no answer begins within it" in choice.reason
+    with pytest.raises(ConfigError, match="no answer begins within 32 tokens"):
+        choose_length(chats, seq_len_tokens=32)
+    assert choose_length(measure(tmp_path / "a.jsonl", loss_on="all"), seq_len_tokens=32).epoch_seqs == 4
+
+
 def test_parquet_and_json_arrays_read_like_json_lines(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
