@@ -21,6 +21,7 @@ from planner.core.errors import UsageError
 from planner.core.locks import folder_lock, try_lock
 from planner.core.units import gib
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, prepare, slurm, text
+from planner.frameworks.exporters.common import RESUMED
 from planner.frameworks.exporters.folder import README, folder_files
 from planner.frameworks.exporters.gated import gate_of, gates
 from planner.memory.workload import Data
@@ -199,6 +200,22 @@ def test_run_sh_starts_the_one_command_of_each_target(tmp_path: Path) -> None:
     assert started(looking)[1].rstrip().endswith(wanted)
     code, output = started(folder, "axolotl")
     assert (code, "one of: trl hf" in output) == (2, True)
+
+
+def test_run_sh_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    folder = launched(tmp_path, request(SETUP, lacks_template=False))
+    for name in ("checkpoint-90", "checkpoint-100"):
+        (folder.parent / "outputs" / name).mkdir(parents=True)
+        (folder.parent / "outputs" / name / "trainer_state.json").touch()
+    (folder.parent / "outputs" / "checkpoint-110").mkdir()  # stopped while it was written
+    code, output = started(folder)
+    assert (code, "--resume_from_checkpoint outputs/checkpoint-100\n" in output) == (0, True)
+    assert "goes on from outputs/checkpoint-100" in started(folder, "hf")[1]
+    readme, script = (folder / "README.md").read_text(), (folder / "hf" / "train_hf.py").read_text()
+    assert f"{RESUMED}=FOLDER" in readme
+    assert f'resume_from_checkpoint=os.environ.get("{RESUMED}")' in script
+    kept_none = launched(tmp_path / "none", request(SETUP, save=False))
+    assert "goes on" not in (kept_none / "run.sh").read_text()
 
 
 def test_run_sh_installs_the_tested_versions_and_names_the_step_where_they_are_missing(tmp_path: Path) -> None:

@@ -157,6 +157,10 @@ def evaluation_lines(request: ExportRequest) -> list[Line]:
     return [Line("eval_strategy", "steps", held_out), Line("eval_steps", steps_between(request))]
 
 
+RESUMED = "RESUME_FROM_CHECKPOINT"
+"""The environment variable by which a script is told the folder of a checkpoint to go on from."""
+
+
 def saving_lines(request: ExportRequest) -> list[Line]:
     """What is evaluated and saved on the way, as transformers says it."""
     evaluating = evaluation_lines(request)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 from planner.frameworks.exporters import chat, prepare, slurm
+from planner.frameworks.exporters.common import RESUMED
 from planner.frameworks.exporters.gated import gate_of, on_hub
 from planner.frameworks.exporters.install import install_calls
 from planner.frameworks.exporters.text import one_line, shown_path
@@ -18,6 +19,7 @@ from planner.options.stacks import TARGET_ROWS
 
 README, RUN = "README.md", "run.sh"
 LOGIN = "hf auth login"
+RESUMABLE = ("trl", "hf", "sentence-transformers")
 _BY_HAND = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -124,7 +126,21 @@ def _readme(
         "- learning rate, epochs, logging and saving: as you like; they change no memory",
         "- batch, lengths, precision, rank, checkpointing, optimizer: what was planned; change them and plan again",
     ]
+    if any(resumes(launch, request) for launch in started):
+        lines += [
+            "",
+            "## After a stop",
+            "",
+            f"`bash launch/{RUN}` goes on from the last checkpoint in `{_plain(shown_path(request.output_dir))}`; to "
+            "start over, move that folder away (a run deletes older checkpoints in it). By hand: "
+            f"`--resume_from_checkpoint FOLDER` behind trl's command, `{RESUMED}=FOLDER` in front of a script's.",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def resumes(launch: Launch, request: ExportRequest) -> bool:
+    """Whether a run that was stopped can go on from its checkpoints: those of transformers' Trainer can."""
+    return launch.target in RESUMABLE and request.save and not request.setup.sharded_at_loading
 
 
 def _plain(text: str, *, code: bool = False) -> str:
@@ -172,6 +188,19 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
     if REWARDS in placed:
         config = next(path for path in placed if path.startswith("trl/trl-"))
         asks.append(f"      python launch/{REWARDS} launch/{config}  # do the data have what it asks for?")
+    if resumes(launch, request):
+        kept = shlex.quote(shown_path(request.output_dir))
+        by_option = launch.target == "trl"
+        says = 'resume=(--resume_from_checkpoint "$last")' if by_option else f'export {RESUMED}="$last"'
+        command += ' ${resume[@]+"${resume[@]}"}' if by_option else ""
+        asks += [
+            *["      local resume=()"] * by_option,
+            f"      local last; last=$(last_checkpoint {kept})",
+            '      if [ -n "$last" ]; then',
+            '        echo "goes on from $last; to start over, move its folder away" >&2',
+            f"        {says}",
+            "      fi",
+        ]
     needed = [name for name in _BY_HAND if f"${name}" in launch.command]
     return [
         f"  {launch.target})",

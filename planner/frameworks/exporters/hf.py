@@ -346,7 +346,7 @@ def run(trainer: str, processing: str, then: str = "", rows: str = "rows") -> st
 _RUN = """\
 if trainer.is_world_process_zero():
     print("RUN " + json.dumps(counts))
-trainer.train()
+trainer.train(resume_from_checkpoint=os.environ.get("RESUME_FROM_CHECKPOINT"))
 trainer.save_model()
 # A rank that ends inside the process group can abort at exit (pytorch issue 190489).
 trainer.accelerator.end_training()

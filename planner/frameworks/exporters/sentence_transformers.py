@@ -88,6 +88,6 @@ trainer = SentenceTransformerTrainer(
     model=model, args=arguments, train_dataset=rows, loss=LOSS
 )
 COUNTSprint("RUN " + json.dumps(counts))
-trainer.train()
+trainer.train(resume_from_checkpoint=os.environ.get("RESUME_FROM_CHECKPOINT"))
 trainer.save_model()
 """
