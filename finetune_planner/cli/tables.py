@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,7 +18,7 @@ from finetune_planner.cli.output import console, show_table
 from finetune_planner.cli.report import Out as OutOf
 from finetune_planner.cli.report import write_html
 from finetune_planner.cli.request_options import DataOptions, JobOptions, RequestOptions, SpaceOptions
-from finetune_planner.cli.setup_flags import MAX_GPUS, takes_options
+from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, UsageError
 from planner.core.records import dataclass
 from planner.hardware.cluster import Cluster
@@ -28,13 +28,10 @@ from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.kernels import PLANNED_KERNELS
-from planner.options.losses import LOSSES
-from planner.options.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.planning.answer import NUM_RANKED, plan_workload
 from planner.planning.decision.alternatives import longest_tokens
 from planner.planning.decision.policy import compare_kinds
 from planner.planning.groups import WalkCache
-from planner.planning.option_values import positive
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.targets import compare_targets as choices_of_targets
@@ -92,8 +89,8 @@ def which_gpu(
     """Rank the GPU table for MODEL by tokens/s and by cost per million tokens, smallest card that fits first; with
     --dataset, --samples or --tokens by the time and the cost of the whole job.
 
-    Formula level: plan MODEL --gpu GPU then looks closer at one card. With --gpus every card stands for so many of
-    them, over a coarse choice of setups (DDP and FSDP2).
+    Formula level, each card's row what plan takes there: plan MODEL --gpu GPU then looks closer at one. With --gpus
+    every card stands for so many of them.
     """
     request_options = RequestOptions(
         **vars(space), **vars(job), seq_len=seq_len, global_batch=global_batch, headroom=headroom
@@ -120,15 +117,6 @@ def gpus_sheet(
     """The GPU table ranked for a model; `charts`: with the plans' runners-up, which are drawn."""
     cards, spec = table.cards(), options.announced(lookup.model(model))
     request = request_for(spec, request_options, data.checked())
-    if (positive("gpus", gathering.gpus, maximum=MAX_GPUS) or 1) > 1:
-        coarse: dict[str, tuple[Any, ...]] = {  # what is tried where nothing is said
-            "optimizer": tuple(name for name in PLANNED_OPTIMIZERS if not OPTIMIZERS[name].paged),
-            "loss": tuple(name for name, loss in LOSSES.items() if loss.coarse),
-            "checkpointing": (0, 1),
-            "kbit_fp32_cast": (False,),
-            "parallel": ("ddp", "fsdp2"),
-        }
-        request = replace(request, fixed={**coarse, **request.fixed})
     answers = _plans(spec, cards, request, gathering.of, charts=charts)
     return GpusSheet(rank_gpus(answers, sort=table.sort), table.fitting)
 

@@ -108,14 +108,12 @@ class Loss(ABC):
 
     Attributes:
         tie_break: breaks ties in speed: fewer packages, nothing lost; smaller is simpler.
-        coarse: whether a coarse walk tries it.
         triton: whether its kernels are Triton's.
         whole_logits: whether all logits are there at once; others patch a whole model's forward.
     """
 
     name: ClassVar[str]
     tie_break: ClassVar[int]
-    coarse: ClassVar[bool]
     triton: ClassVar[bool]
     whole_logits: ClassVar[bool]
 
@@ -153,7 +151,7 @@ class FullLoss(Loss):
     Source: transformers 5.23 `loss/loss_utils.py`.
     """
 
-    name, tie_break, coarse, triton, whole_logits = "full", 1, False, False, True
+    name, tie_break, triton, whole_logits = "full", 1, False, True
 
     def memory(self, shape: LossShape) -> LossChain:
         elements, logit = shape.tokens * shape.vocab_size, shape.logit_bytes
@@ -220,7 +218,7 @@ class ChunkedLoss(Loss):
     Source: TRL 1.16 `kernels/chunked_logprob.py`.
     """
 
-    name, tie_break, coarse, triton, whole_logits = "chunked", 0, True, False, False
+    name, tie_break, triton, whole_logits = "chunked", 0, False, False
 
     def memory(self, shape: LossShape) -> LossChain:
         logit, hidden = shape.logit_bytes, shape.tokens * shape.hidden_size
@@ -258,7 +256,7 @@ class LigerLoss(Loss):
     `ops/fused_linear_cross_entropy.py`, from compute capability 8.0 on.
     """
 
-    name, tie_break, coarse, triton, whole_logits = "liger", 2, True, True, False
+    name, tie_break, triton, whole_logits = "liger", 2, True, False
 
     def memory(self, shape: LossShape) -> LossChain:
         hidden = shape.hidden_bytes * shape.tokens * shape.hidden_size

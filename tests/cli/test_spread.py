@@ -164,6 +164,9 @@ def test_which_gpu_for_several_of_each(capsys: pytest.CaptureFixture[str]) -> No
     for key, row in together.items():
         assert row["candidate"]["setup"]["num_gpus"] == 4
         assert row["tokens_per_s"] > alone[key]["tokens_per_s"]
+    plan = ["Qwen/Qwen2.5-1.5B", "--gpu", "arc-a580", "--gpus", "4", "--method", "lora", "--no-dry-run", "--json=full"]
+    assert run(plan) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["setup"] == together["arc-a580"]["candidate"]["setup"]
 
 
 def test_which_cluster_names_smallest_cheapest_and_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
