@@ -135,7 +135,8 @@ SPACE: dict[str, BaseDistribution] = {
     "shard_degree": IntDistribution(0, _MAX),
     "offload": CategoricalDistribution(allowed.OFFLOADS),
 }
-"""Wide, and the same for every study: a later search with other candidates may join."""
+"""Wide, and the same for every new study: a later search with other candidates may join. An older study keeps its own
+(`Study._parameters`): Optuna takes no other choices under a name that has some."""
 
 
 def params_of(setup: TrainSetup, names: Sequence[str] = NAMES) -> dict[str, Any]:
@@ -144,6 +145,13 @@ def params_of(setup: TrainSetup, names: Sequence[str] = NAMES) -> dict[str, Any]
     if params.get("lora_targets", allowed.TARGET_SETS[0]) not in allowed.TARGET_SETS:
         params["lora_targets"] = _OTHER_TARGETS
     return params
+
+
+def _holds(distribution: BaseDistribution, value: Any) -> bool:
+    try:
+        return distribution._contains(distribution.to_internal_repr(value))
+    except (ValueError, TypeError):
+        return False
 
 
 def predicted_values(candidate: Candidate) -> dict[str, Any]:
@@ -226,7 +234,6 @@ class Study:
         setups = [candidate.setup for candidate in problem.candidates]
         self._names = [name for name in NAMES if len({value_of(setup, name) for setup in setups}) > 1]
         """What varies becomes a parameter; what does not would only fill the dashboard."""
-        self._space = {name: SPACE[name] for name in self._names}
 
     # Reading
 
@@ -267,15 +274,25 @@ class Study:
         constraints: dict[str, float] | None = None,
     ) -> None:
         """One more trial; `attributes` are those beside the setup's own."""
+        params, space = self._parameters(setup)
         self.study.add_trial(
             create_trial(
                 state=state,
-                params=params_of(setup, self._names),
-                distributions=self._space,
+                params=params,
+                distributions=space,
                 user_attrs={"key": key_of(setup), "setup": setup_to_dict(setup), **attributes},
                 constraints=constraints,
             )
         )
+
+    def _parameters(self, setup: TrainSetup) -> tuple[dict[str, Any], dict[str, BaseDistribution]]:
+        """(values, distributions) of a trial's parameters; left out is a value that the study, made by another version,
+        has no choice for. The exact setup is in the attributes either way."""
+        space = {name: SPACE[name] for name in self._names}
+        for trial in self.study.get_trials(deepcopy=False):
+            space |= {name: trial.distributions[name] for name in space.keys() & trial.distributions.keys()}
+        params = {name: value for name, value in params_of(setup, self._names).items() if _holds(space[name], value)}
+        return params, {name: space[name] for name in params}
 
     def exclude(self, candidates: Iterable[tuple[Candidate, str]]) -> int:
         """Records candidates that are out before any probe, with the reason; returns how many were new."""

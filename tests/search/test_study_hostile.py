@@ -5,6 +5,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState, create_trial
 from search_cases import empty_study, exact, problem
 
@@ -83,3 +84,20 @@ def test_a_study_from_before_it_said_what_it_measures_goes_on() -> None:
     storage = optuna.storages.InMemoryStorage()
     optuna.create_study(storage=storage, study_name="plan", direction="maximize")
     Study(problem(subject="llama"), storage, "plan")
+
+
+def test_a_study_whose_version_knew_other_choices_goes_on() -> None:
+    """As one made at 674960cc, whose optimizers were 8: Optuna takes no other choices under a name that has some."""
+    by_attention = {candidate.setup.attention: candidate for candidate in problem().candidates}
+    (known, new), old_batch = sorted(by_attention), CategoricalDistribution(("other",))
+    old = {"attention": CategoricalDistribution((known, "older")), "micro_batch_seqs": old_batch}
+    storage = optuna.storages.InMemoryStorage()
+    study = optuna.create_study(storage=storage, study_name="plan", direction="maximize")
+    params = {"attention": known, "micro_batch_seqs": "other"}
+    study.add_trial(create_trial(state=TrialState.FAIL, params=params, distributions=old))
+    ours = Study(problem(), storage, "plan")
+    for attention in (known, new):
+        ours.enqueue(by_attention[attention], "plan")
+    assert [trial.params.get("attention") for trial in study.trials[1:]] == [known, None]
+    assert not any("micro_batch_seqs" in trial.params for trial in study.trials[1:])
+    assert [record.setup.attention for record in ours.records()] == [known, new]
