@@ -25,7 +25,7 @@ from planner.frameworks.readers import ReadConfig
 from planner.frameworks.readers.loading import read_bounded
 from planner.memory.workload import Workload
 from planner.models.hub import weights_in_cache
-from planner.models.resolve import resolve_model
+from planner.models.resolve import model_beside, resolve_model
 from planner.options.stacks import TARGET_ROWS
 from planner.planning.decision.candidates import candidate
 from planner.planning.expressed import as_run
@@ -134,7 +134,9 @@ def run_file(
         on_progress=line.event,
     )
     prober = Prober(
-        model=resolve_model(model.model_id),  # with its configuration, which plan.json does not hold
+        model=resolve_model(
+            model_beside(model.model_id, sibling)
+        ),  # with its configuration, which plan.json does not hold
         gpu=card,
         executor=executor,
         store=machine.open_store(how.store) if stored else None,

@@ -18,7 +18,7 @@ from planner.core.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, Environment
 from planner.core.records import dataclass
 from planner.core.units import GIB, gib, percent, seconds
 from planner.frameworks.readers.read import read_config
-from planner.models.resolve import resolve_model
+from planner.models.resolve import model_beside, resolve_model
 from planner.planning.option_values import positive
 from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
@@ -196,7 +196,7 @@ def confirm(
         raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
     workload, chosen = plan.workload, plan.chosen
     setup = chosen.setup if target is None else _launched_setup(directory, target, workload.model, chosen.setup)
-    spec = resolve_model(workload.model.model_id)
+    spec = resolve_model(model_beside(workload.model.model_id, directory))
     devices = machine.job_devices(device, setup.num_gpus)
     card = machine.gpu_of(None, devices[0])
     limits = Limits(time_s=limit, measure_s=measure_seconds)
@@ -269,7 +269,10 @@ def _confirmation_lines(confirmation: "Confirmation") -> list[str]:
         lines += [f"  | {line}" for line in outcome.log_tail.splitlines()[-SHOWN_LINES:]]
     if isinstance(outcome, Measurement):
         speed = f"{promise.tokens_per_s:,.0f} tokens/s" if promise.tokens_per_s else "no speed"
-        lines.append(f"promised ({promise.level.value}): device {gib(promise.peak_device_bytes)}, {speed}")
+        peak = f"device {gib(promise.peak_device_bytes)}"
+        if outcome.environment.device == "cpu":  # which has no context of a GPU's driver
+            peak, speed = f"allocated {gib(promise.peak_allocated_bytes)}", "the speed is of another machine"
+        lines.append(f"promised ({promise.level.value}): {peak}, {speed}")
         fractions = {"memory": confirmation.memory_miss_fraction, "speed": confirmation.speed_miss_fraction}
         misses = [f"{name} {fraction:+.1%}" for name, fraction in fractions.items() if fraction is not None]
         if misses:

@@ -25,6 +25,14 @@ TOLERANCE_FRACTION = 0.25
 """What encoders, extra prediction layers and a stored tied head may add, or a saved part lack."""
 
 
+def model_beside(name: str, folder: Path) -> str:
+    """A local model's path as it is seen from here, where a plan in `folder` names it as it was seen from elsewhere."""
+    if Path(name).exists():
+        return name
+    seen = (parent / name for parent in (folder.resolve(), *folder.resolve().parents))
+    return next((str(path) for path in seen if (path / "config.json").is_file()), name)
+
+
 def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = False, like: str = "") -> ModelSpec:
     """The model that a directory, the path of a config.json, a hub id or what people call it stands for.
 

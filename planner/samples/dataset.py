@@ -18,7 +18,17 @@ from planner.core.errors import ConfigError, EnvironmentProblem
 from planner.core.inputs import open_regular, parse_json
 from planner.core.install import packages_command
 from planner.core.records import dataclass
-from planner.samples.rows import REASONING, DataError, Row, kinds_of, objects_of, read_rows, renamed, sample_of
+from planner.samples.rows import (
+    REASONING,
+    DataError,
+    Row,
+    kinds_of,
+    objects_of,
+    read_rows,
+    renamed,
+    sample_of,
+    turns_of,
+)
 from planner.samples.steps import PADDING_LIMIT
 from planner.samples.tokenizing import TokenizerChild
 
@@ -386,6 +396,9 @@ def _length(sample: Row, kind: str, count: CountTokens, name: str) -> tuple[int,
 
 def _unanswered_length(sample: Row, kind: str, count: CountTokens) -> int:
     """Tokens of a sample of which no part is an answer alone."""
+    if kind == "prompt" and isinstance(sample["prompt"], list):
+        chat = {"messages": turns_of(sample["prompt"], "user"), "tools": objects_of(sample, "tools")}
+        return _chat_lengths(chat, count)[0][0] + TOKENS_PER_MESSAGE  # with how an answer begins
     if kind == "prompt":
         return count(_content(sample["prompt"]))
     if kind == "preference" and isinstance(sample["prompt"], list):

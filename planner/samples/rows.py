@@ -354,8 +354,8 @@ def _preference(row: Row) -> Row | None:
             prompt, halves = halves[0][:num], [half[num:] for half in halves]
         alike = halves[0] == halves[1] or not all(half.strip() for half in halves)
         return None if alike else {**row, "prompt": prompt, "chosen": halves[0], "rejected": halves[1]}
-    chosen, rejected = (_turns(half, "assistant") for half in halves)
-    question = [] if prompt is None else _turns(prompt, "user")
+    chosen, rejected = (turns_of(half, "assistant") for half in halves)
+    question = [] if prompt is None else turns_of(prompt, "user")
     if not all(half and half[0]["role"] == "assistant" for half in (chosen, rejected)):
         shared = num_shared(chosen, rejected)
         question, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
@@ -380,7 +380,7 @@ def _unpaired(row: Row) -> Row | None:
     if liked is None:
         raise DataError(f"label is {str(label)[:40]!r} instead of true or false")
     if not all(isinstance(part, str) for part in (prompt, completion)):
-        prompt, completion = _turns(prompt, "user"), _turns(completion, "assistant")
+        prompt, completion = turns_of(prompt, "user"), turns_of(completion, "assistant")
     return {**row, "prompt": prompt, "completion": completion, "label": liked}
 
 
@@ -428,7 +428,7 @@ def num_shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     return [*(left == right for left, right in zip(first, second, strict=False)), False].index(False)
 
 
-def _turns(value: Any, role: str) -> list[Row]:
+def turns_of(value: Any, role: str) -> list[Row]:
     """The turns of a chat, of one of its turns, or of a text that `role` says."""
     if isinstance(value, str):
         return [_message(role, value)]

@@ -327,3 +327,8 @@ def test_a_column_that_is_named_alone_is_read_beside_those_that_say_what_they_ar
     row = {"Frage": "a", "positive": "b", "text": "c"}
     assert renamed(row, {"anchor": "Frage"}) == {"frage": "a", "positive": "b", "text": "c", "anchor": "a"}
     assert renamed(row, {"text": "Frage"}) == {"text": "a"}
+
+
+def test_prompts_of_turns_count_what_the_template_puts_around_them(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "a" * 40}]}
+    assert measure(write(tmp_path / "a.jsonl", [row]), kinds=("prompt",)).lengths_tokens == (24 + 10 + 5 + 5,)

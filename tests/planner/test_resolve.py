@@ -14,7 +14,7 @@ import pytest
 
 from planner.core.errors import ConfigError, PlannerError, UnknownModelError, UsageError
 from planner.models import catalogue, hub
-from planner.models.resolve import resolve_model
+from planner.models.resolve import model_beside, resolve_model
 
 LLAMA = {
     "model_type": "llama",
@@ -412,3 +412,14 @@ def test_a_spoken_name_asks_the_hub_for_its_id(stand_in: Hub) -> None:
     spec = resolve_model("qwen 2.5 7b", ask_hub=True)
     assert (spec.model_id, spec.num_layers) == ("Qwen/Qwen2.5-7B", 2)
     assert "qwen 2.5 7b" in spec.taken_as
+
+
+def test_a_plans_relative_model_is_found_from_inside_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").touch()
+    (tmp_path / "out" / "plan").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "out" / "plan")
+    assert Path(model_beside("./mine", Path())) == tmp_path / "mine"
+    assert model_beside("Qwen/Qwen3-8B", Path()) == "Qwen/Qwen3-8B"

@@ -34,7 +34,11 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """`train_embedding.py`: the other pairs of a micro-batch are the negatives."""
     setup, command = request.setup, f"python launch/{FILE}"
-    notes = ("Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does.",)
+    notes = (
+        "Negatives come from the micro-batch: accumulation adds none, a larger micro-batch does.",
+        "Where the tokenizer has a chat template, sentence-transformers 6.2 puts it around every text: tokens that the "
+        "plan's lengths do not count.",
+    )
     runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     main = LaunchFile(path=FILE, text=_script(request, runs))
     return Draft(title=f"sentence-transformers: {setup.objective_spec.title}", main=main, command=command, notes=notes)

@@ -183,6 +183,11 @@ def _notes(request: ExportRequest) -> list[str]:
             "write your own. run.sh stops before anything is loaded where a reward asks for what the data have not."
         )
     templates, chats = setup.objective in TEMPLATED, chat.chats(request)
+    if setup.objective_spec.data[0] in ("preference", "unpaired", "prompt"):
+        notes.append(
+            "Prompts and answers that are plain texts are trained on as they are, without the model's chat template "
+            'and with nothing between them; write them as turns ([{"role": ..., "content": ...}]) to have it.'
+        )
     if not templates and chats and request.lacks_template is not False:
         notes.append(
             f"`trl {setup.objective_spec.targets[TARGET]}` takes no chat template: for a tokenizer without one (a base "
