@@ -100,6 +100,10 @@ def plan_workload(
             the job suits the number of GPUs, the global batch and the options given.
     """
     cache = cache if cache is not None else WalkCache()
+    if quantizes_again(workload):
+        unpacked = _of_unpacked(workload, corrections, "is not quantized again", helped=helped, explained=explained)
+        if unpacked is not None:
+            return unpacked
     if not corrections and _packed(workload) and _weights_alone_exceed(workload):
         packed = _with_packed_experts(workload, corrections, cache)
         if packed is not None:
@@ -143,7 +147,7 @@ def _nothing_fits(
     workload, values, results, _, _ = walked
     space = _space_count(workload, values, results)
     if not space.walked:
-        unpacked = _of_unpacked(workload, corrections)
+        unpacked = _of_unpacked(workload, corrections, helped=helped, explained=explained)
         if unpacked is not None:
             return unpacked
         layouts = results.walked if workload.num_gpus > 1 else ()
@@ -151,7 +155,9 @@ def _nothing_fits(
         raise _nothing_to_walk(workload, results)
     if packed := _with_packed_experts(workload, corrections, results.cache):
         return packed
-    copied = _of_unpacked(workload, corrections, "trains only unpacked and does not fit so")
+    copied = _of_unpacked(
+        workload, corrections, "trains only unpacked and does not fit so", helped=False, explained=explained
+    )
     if isinstance(copied, Plan):
         return copied
     if offloaded := _in_the_host(workload, corrections, results.cache):
@@ -370,14 +376,26 @@ def _of_some_target(
     return walked, (note,) if -slowness < fastest.tokens_per_s else ()  # what a tool runs otherwise may be faster
 
 
+def quantizes_again(workload: Workload) -> bool:
+    """Whether a quantized base is asked for of weights that are published in a type that is not quantized again."""
+    fixed = workload.fixed
+    quantized = fixed.get("method") == ("qlora",) or "none" not in fixed.get("quantization", ("none",))
+    return quantized and bool(dequantizing_class(workload.model))
+
+
 def _of_unpacked(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, why: str = "the named target does not unpack"
+    workload: Workload,
+    corrections: Mapping[CorrectionKey, float] | None,
+    why: str = "the named target does not unpack",
+    *,
+    helped: bool = True,
+    explained: bool = True,
 ) -> Plan | NoPlan | None:
     """The answer for the 16-bit copy of weights that are published packed; None where there is none, or no setup."""
     if (copy := plain_copy(workload.model)) is None:
         return None
     try:
-        plan = plan_workload(replace(workload, model=copy), corrections)
+        plan = plan_workload(replace(workload, model=copy), corrections, helped=helped, explained=explained)
     except UsageError:
         return None
     published = f"{workload.model.model_id} is published in {stored_method(workload.model)}"

@@ -13,7 +13,8 @@ from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.hardware.cluster import Cluster
 from planner.memory.workload import Workload
-from planner.planning.answer import plan_workload
+from planner.models.stored import plain_copy
+from planner.planning.answer import plan_workload, quantizes_again
 from planner.planning.decision.candidates import candidate
 from planner.planning.decision.choosing import spaces
 from planner.planning.decision.layouts import FIELDS
@@ -89,6 +90,8 @@ class Job:
         micro-batches, recomputes nothing and sends nothing. 0 where that is no setup: it is not known."""
         fixed = {name: values for name, values in self.workload.fixed.items() if name not in FIELDS}
         alone, best = replace(self.workload, cluster=None, fixed=fixed), math.inf
+        if quantizes_again(alone):
+            alone = replace(alone, model=plain_copy(alone.model) or alone.model)
         with suppress(UsageError):
             for request, values in spaces(alone, dimension_values(alone)):
                 unchecked = {"checkpointing": values["checkpointing"][:1], "activation_offload": (False,)}

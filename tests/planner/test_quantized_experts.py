@@ -132,6 +132,9 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
     assert plan.chosen.setup.quantize_experts
     assert plan.chosen.verdict == "fits"
     assert "planned for its 16-bit copy unsloth/gpt-oss-20b-BF16" in plan.notes[0]
+    asked = plan_workload(plan_request("openai/gpt-oss-20b", fixed={"method": ("qlora",)}))  # as which-cluster asks
+    assert isinstance(asked, Plan)
+    assert asked.chosen == plan.chosen
     roomy = plan_workload(plan_request("openai/gpt-oss-20b", "a100-80gb"))
     assert isinstance(roomy, Plan)
     assert roomy.workload.model.model_id == "openai/gpt-oss-20b"
