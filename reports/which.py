@@ -284,7 +284,7 @@ class ModelChoice:
 
     Attributes:
         longest_tokens: method -> longest sequence that fits alone, 0 where none does.
-        answer: the plan at the length asked for; None where no method reaches it.
+        answer: of the length asked for; None where the options leave the model none.
     """
 
     model: ModelSpec

@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -30,6 +31,7 @@ from planner.models.spec import ModelSpec
 from planner.options.kernels import PLANNED_KERNELS
 from planner.planning.answer import NUM_RANKED, plan_workload
 from planner.planning.decision.alternatives import longest_tokens
+from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.policy import compare_kinds
 from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
@@ -217,9 +219,15 @@ def _row(
     if spec.front_end is not None and not front_ends:
         return None
     request = plan_request.workload(spec, card)
-    longest = longest_tokens(request)
-    within = any(tokens >= request.seq_len_tokens for tokens in longest.values())
-    return ModelChoice(model=spec, longest_tokens=longest, answer=plan_workload(request) if within else None), request
+    longest, answer = longest_tokens(request), None
+    with suppress(UsageError):  # an encoder, say, has no such objective
+        answer = plan_workload(request, num_ranked=1, helped=False, explained=False)
+    if (
+        isinstance(answer, Plan) and max(longest.values(), default=0) < request.seq_len_tokens
+    ):  # in another form: experts in 4 bits
+        method = node_of_setup(answer.chosen.setup).method
+        longest[method] = max(longest_tokens(answer.workload).values())
+    return ModelChoice(model=spec, longest_tokens=longest, answer=answer), request
 
 
 @takes_options

@@ -12,6 +12,7 @@ import pytest
 from finetune_planner.app.cores import on_cores
 from finetune_planner.app.levels import answered
 from finetune_planner.cli.app import run
+from finetune_planner.cli.tables import models_rows
 from planner.core.errors import EnvironmentProblem
 from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload
@@ -162,6 +163,15 @@ def test_the_table_says_what_plan_says(capsys: pytest.CaptureFixture[str], tmp_p
     assert rows[0]["candidate"]["setup"] == plan["chosen"]["setup"]
     assert rows[0]["tokens_per_s"] == plan["chosen"]["formula"]["tokens_per_s"]
     assert rows[0]["model"] in (tmp_path / "report.md").read_text()
+
+
+def test_what_fits_with_its_experts_in_4_bits_alone_can_be_fine_tuned() -> None:
+    ((row,), workload) = models_rows(PlanRequest(), "rtx-3060", "Qwen/Qwen3-30B-A3B")
+    plan = plan_workload(workload, explained=False)
+    assert isinstance(plan, Plan)
+    assert isinstance(row.answer, Plan)
+    assert row.answer.chosen == plan.chosen
+    assert row.longest_tokens["qlora"] >= workload.seq_len_tokens > row.longest_tokens["lora"] == 0
 
 
 @pytest.mark.parametrize(
