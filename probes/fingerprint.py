@@ -40,19 +40,24 @@ def fingerprint(request: ProbeRequest, environment: Environment) -> str:
 
     The time limits are left out: they bound a probe, they do not change what it measures.
     """
-    return _digest(
-        {
-            "model": config_shape(request.config),
-            "setup": setup_to_dict(request.setup),
-            "environment": fingerprint_environment(environment, layout=request.num_ranks > 1),
-            "rung": request.level.value,  # as it was called: what was measured is found by this
-            "depths": list(request.depths),
-            "memory_bytes": request.limits.memory_bytes,
-            "cpu_memory_bytes": request.limits.cpu_memory_bytes,
-            "cpu_clock": request.limits.cpu_clock,
-        },
-        digits=32,
-    )
+    return _digest({"setup": setup_to_dict(request.setup), **_conditions(request, environment)}, digits=32)
+
+
+def conditions_digest(request: ProbeRequest, environment: Environment) -> str:
+    """Sixteen hex digits that name all of a fingerprint but the setup."""
+    return _digest(_conditions(request, environment))
+
+
+def _conditions(request: ProbeRequest, environment: Environment) -> dict[str, Any]:
+    return {
+        "model": config_shape(request.config),
+        "environment": fingerprint_environment(environment, layout=request.num_ranks > 1),
+        "rung": request.level.value,  # as it was called: what was measured is found by this
+        "depths": list(request.depths),
+        "memory_bytes": request.limits.memory_bytes,
+        "cpu_memory_bytes": request.limits.cpu_memory_bytes,
+        "cpu_clock": request.limits.cpu_clock,
+    }
 
 
 def _digest(value: object, digits: int = 16) -> str:

@@ -230,14 +230,15 @@ def search_history(search: Mapping[str, Any]) -> Chart | None:
     for number, trial in enumerate(trials):
         speed = trial.get("tokens_per_s")
         speed = float(speed) if isinstance(speed, (int, float)) and not isinstance(speed, bool) else None
-        feasible = bool(trial.get("feasible", speed is not None))
+        feasible = trial.get("feasible", speed is not None)  # None: not measured
         if feasible and speed is not None:
             best = max(best, speed)
         level, reason = clean(str(trial.get("level") or "")), clean(str(trial.get("reason") or ""))
         points.append(
             {"tokens_per_s": speed, "feasible": feasible, "best": best or None, "reason": reason, "level": level}
         )
-        rows.append((str(number + 1), rate(speed), "yes" if feasible else "no", level.replace("_", " "), reason))
+        fits = "" if feasible is None else "yes" if feasible else "no"
+        rows.append((str(number + 1), rate(speed), fits, level.replace("_", " "), reason))
     return {
         "kind": "search-history",
         "title": "What the search tried",

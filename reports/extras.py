@@ -173,6 +173,7 @@ def search_values(
     for number, (setup, origin, evidence, excluded) in enumerate(trials):
         failure = failure_words(evidence) if isinstance(evidence, ProbeFailure) else ""
         usable = None if evidence is None or isinstance(evidence, ProbeFailure) else evidence
+        unanswered = evidence is None and not excluded  # it waits, or another worker runs it
         fits = usable is not None and not excluded and usable.peak_device_bytes <= budget_bytes
         rows.append(
             {
@@ -182,8 +183,8 @@ def search_values(
                 "level": "formula" if evidence is None else evidence.level.value,
                 "tokens_per_s": None if usable is None else usable.tokens_per_s,
                 "peak_device_bytes": None if usable is None else usable.peak_device_bytes,
-                "feasible": fits,
-                "reason": excluded or failure or ("" if fits else "does not fit"),
+                "feasible": None if unanswered else fits,
+                "reason": excluded or failure or ("not measured" if unanswered else "" if fits else "does not fit"),
             }
         )
     return {"trials": rows, "stop_reason": stop_reason}

@@ -42,6 +42,8 @@ class Problem:
             0: as the budget.
         unprobed: setups that no probe here can run are out before any, with the reason and their prediction.
         subject: the model and the GPU, in words: a study of another one is refused.
+        conditions: what else keeps two measurements of one setup apart (the device that probes run on, the model's
+            shape, library versions), as digits: a study's trials under others are none of this search.
     """
 
     candidates: tuple[Candidate, ...]
@@ -52,6 +54,7 @@ class Problem:
     memory_bytes: int = 0
     unprobed: Unprobed = lambda setup: ""
     subject: str = ""
+    conditions: str = ""
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:

@@ -152,11 +152,11 @@ class SearchResult:
 
     Attributes:
         best: the best candidate shown to fit and to meet every request, with its evidence; None when none was.
-        trials: every trial of the study, in order.
+        trials: every trial of this search in the study, in order.
         candidates: every candidate with evidence, with that evidence in place, best first.
         pareto: those of them that nothing beats in tokens/s, peak memory and rank.
         reason: why the search stopped.
-        num_probes: how many probes the study has cost so far, earlier calls included.
+        num_probes: how many probes they have cost so far, earlier calls included.
         given_up: without an answer, because every planner that measured them was killed; the next call tries again.
     """
 
@@ -289,23 +289,20 @@ class _Worker:
             if record.number in self._observed:
                 continue
             self._observed.add(record.number)
-            index = self._problem.index.get(key_of(record.setup))
-            if index is None or record.evidence is None:
+            if record.evidence is None:
                 continue
+            index = self._problem.index[key_of(record.setup)]
             if record.excluded:
                 self.posterior.tell_excluded(index, record.evidence, close=still_excluded(self._problem, record))
             else:
                 self.posterior.tell(Result(index=index, evidence=record.evidence))
-        return [r for r in self._mine(study) if r.state in (TrialState.RUNNING, TrialState.WAITING)]
-
-    def _mine(self, study: Study) -> list[TrialRecord]:
-        return [record for record in study.records() if key_of(record.setup) in self._problem.index]
+        return [r for r in study.records() if r.state in (TrialState.RUNNING, TrialState.WAITING)]
 
     def next(self, study: Study) -> tuple[int, TrainSetup] | str | None:
         """A claimed trial; the reason to stop (text); None: wait for other workers."""
         pending = self.catch_up(study)
         running = [r for r in pending if r.state is TrialState.RUNNING]
-        probed = [r for r in self._mine(study) if r.probed]
+        probed = [r for r in study.records() if r.probed]
         durations_s = [r.duration_s for r in probed if r.state.is_finished()]
         spent = self._budget.spent(
             num_probes=len(durations_s), elapsed_s=time.monotonic() - self._started, durations_s=durations_s
@@ -324,7 +321,7 @@ class _Worker:
         if self._converged[1]:
             return None if running else self._converged[1]
         taken = [*(r.setup for r in running), *study.given_up()]
-        indices = [i for setup in taken if (i := self._problem.index.get(key_of(setup))) is not None]
+        indices = [self._problem.index[key_of(setup)] for setup in taken]
         proposal = self._sampler.propose(self.posterior, indices, self._strategy.seed)
         if proposal is None:
             return None if running else f"all {self.posterior.num} candidates are answered or excluded"
@@ -360,9 +357,9 @@ class _Worker:
         problem, trials = self._problem, study.records()
         by_key: dict[str, Candidate] = {}
         for record in trials:
-            index = problem.index.get(key_of(record.setup))
-            if index is not None and record.evidence is not None and record.state.is_finished():
-                by_key[key_of(record.setup)] = with_evidence(problem.candidates[index], record.evidence)
+            if record.evidence is not None and record.state.is_finished():
+                key = key_of(record.setup)
+                by_key[key] = with_evidence(problem.candidates[problem.index[key]], record.evidence)
         best = self.posterior.best
         chosen = with_evidence(problem.candidates[best.index], best.evidence) if best is not None else None
         ordered = sorted(by_key.values(), key=lambda c: (not c.fits, -c.tokens_per_s))

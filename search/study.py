@@ -238,12 +238,13 @@ class Study:
     # Reading
 
     def records(self) -> list[TrialRecord]:
-        """All trials that anyone made, in order; those of duplicates and lost workers left out."""
+        """All trials of this search's candidates under its conditions that anyone made, in order; those of duplicates
+        and lost workers left out."""
         result = []
         seen: set[str] = set()
         for trial in self.study.get_trials(deepcopy=False):
             record = self._records.get(trial.number) or record_of(trial)
-            if record is None:
+            if record is None or not self._ours(trial, record):
                 continue
             if trial.number not in self._records and trial.state.is_finished():
                 self._records[trial.number] = record
@@ -255,6 +256,10 @@ class Study:
                 seen.add(key)
             result.append(record)
         return result
+
+    def _ours(self, trial: FrozenTrial, record: TrialRecord) -> bool:
+        conditions = trial.user_attrs.get("conditions", "")
+        return bool(conditions == self._problem.conditions) and key_of(record.setup) in self._problem.index
 
     def answered(self) -> list[TrialRecord]:
         done = [record for record in self.records() if record.evidence is not None and record.state.is_finished()]
@@ -280,7 +285,12 @@ class Study:
                 state=state,
                 params=params,
                 distributions=space,
-                user_attrs={"key": key_of(setup), "setup": setup_to_dict(setup), **attributes},
+                user_attrs={
+                    "key": key_of(setup),
+                    "setup": setup_to_dict(setup),
+                    "conditions": self._problem.conditions,
+                    **attributes,
+                },
                 constraints=constraints,
             )
         )
@@ -296,7 +306,11 @@ class Study:
 
     def exclude(self, candidates: Iterable[tuple[Candidate, str]]) -> int:
         """Records candidates that are out before any probe, with the reason; returns how many were new."""
-        recorded = {str(trial.user_attrs.get("key")) for trial in self.study.get_trials(deepcopy=False)}
+        recorded = {
+            key_of(record.setup)
+            for trial in self.study.get_trials(deepcopy=False)
+            if (record := record_of(trial)) is not None and self._ours(trial, record)
+        }
         new = 0
         for candidate, reason in candidates:
             if key_of(candidate.setup) in recorded:
@@ -319,7 +333,7 @@ class Study:
         waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         for trial in waiting:
             record = record_of(trial)
-            if record is not None and key_of(record.setup) not in self._problem.index:
+            if record is not None and not self._ours(trial, record):
                 continue  # another search's: it waits for who knows it
             if not self._take(trial):
                 continue
@@ -337,9 +351,8 @@ class Study:
         return None
 
     def _costs_probe(self, record: TrialRecord) -> bool:
-        """Whether it cost a probe of this search, or will."""
-        pending = record.state in (TrialState.RUNNING, TrialState.WAITING)
-        return (pending or record.probed) and key_of(record.setup) in self._problem.index
+        """Whether it cost a probe, or will."""
+        return record.probed or record.state in (TrialState.RUNNING, TrialState.WAITING)
 
     def _fail(self, trial: FrozenTrial) -> bool:
         try:
@@ -409,6 +422,7 @@ class Study:
             and trial.datetime_start is not None
             and trial.datetime_start >= self._opened
             and (record := record_of(trial)) is not None
+            and self._ours(trial, record)
         ]
         return [setup for setup in lost if key_of(setup) not in recorded]
 
@@ -422,8 +436,7 @@ class Study:
 
 def still_excluded(problem: Problem, record: TrialRecord) -> bool:
     """Whether a dry run's exclusion stands: an earlier call may have had less memory."""
-    index = problem.index.get(key_of(record.setup))
-    if not record.excluded or record.evidence is None or index is None:
+    if not record.excluded or record.evidence is None:
         return False
-    candidate = with_evidence(problem.candidates[index], record.evidence)
+    candidate = with_evidence(problem.candidates[problem.index[key_of(record.setup)]], record.evidence)
     return not isinstance(record.evidence, Prediction) or bool(problem.too_large(candidate))

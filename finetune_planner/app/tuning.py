@@ -5,7 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from reports.extras import search_values
 from reports.setup_text import trial_words
 
 if TYPE_CHECKING:
+    from probes.gpu.evaluate import Prober
     from search.problem import Evaluate, TransferObservation, Unprobed
     from search.run import SearchResult
     from search.stopping import Budget
@@ -359,10 +360,14 @@ def tune_plan(
     line = ProgressLine(budget_s=budget.seconds, started_s=how.started_s)
     line.say(f"searching among {len(problem.candidates):,} setups")
     least_s = _least_s(workload, how, line, plan.chosen.setup) if evaluate is None else lambda setup: 0.0
-    with _prober(workload, how, line, least_s) if evaluate is None else nullcontext(evaluate) as evaluator:
+    rehearsed = how.rehearses and evaluate is None
+    with ExitStack() as stack:
+        if evaluate is None:
+            evaluate = prober = stack.enter_context(_prober(workload, how, line, least_s))
+            problem = replace(problem, conditions=prober.conditions(plan.chosen.setup))
         result = search(
             problem,
-            evaluator,
+            evaluate,
             storage=how.storage,
             study_name=how.study or study_name(workload),
             strategy=Strategy(sampler=how.sampler),
@@ -374,7 +379,7 @@ def tune_plan(
         )
     line.close()
     learned.keep(result.candidates, line)
-    return tuned(plan, result, unprobed, rehearsed=how.rehearses and evaluate is None)
+    return tuned(plan, result, unprobed, rehearsed=rehearsed)
 
 
 def _least_s(workload: Workload, how: Tuning, line: ProgressLine, first: TrainSetup) -> Callable[[TrainSetup], float]:
@@ -390,7 +395,7 @@ def _least_s(workload: Workload, how: Tuning, line: ProgressLine, first: TrainSe
 
 def _prober(
     workload: Workload, how: Tuning, line: ProgressLine, least_s: Callable[[TrainSetup], float]
-) -> "AbstractContextManager[Evaluate]":
+) -> "AbstractContextManager[Prober]":
     from probes.gpu.request import Limits
 
     here = how.slurm is None

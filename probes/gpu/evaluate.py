@@ -16,7 +16,7 @@ from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.setup.codec import Outcome
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.setup.outcome import Environment, FailureKind, Fidelity, ProbeFailure
-from probes.fingerprint import config_digest, fingerprint
+from probes.fingerprint import conditions_digest, config_digest, fingerprint
 from probes.gpu.executors import Executor
 from probes.gpu.request import Limits, ProbeRequest
 from probes.records import Record
@@ -82,6 +82,10 @@ class Prober:
 
         reason = why_not(self.model, setup)
         return ProbeFailure(level=self.level, kind=FailureKind.UNSUPPORTED, message=reason) if reason else None
+
+    def conditions(self, setup: TrainSetup) -> str:
+        """What else keeps a measurement of such a setup apart from others, as digits."""
+        return conditions_digest(self.request(setup), self.environment)
 
     def stored(self, setup: TrainSetup) -> Outcome | None:
         """The outcome that the store already has."""

@@ -203,7 +203,7 @@
       option.tooltip.trigger = "axis";
       option.tooltip.formatter = (rows) => {
         const point = chart.points[rows[0].data[0] - 1];
-        return lines("trial " + rows[0].data[0], rate(point.tokens_per_s), point.feasible ? "" : "does not fit", point.reason, "best so far: " + rate(point.best));
+        return lines("trial " + rows[0].data[0], rate(point.tokens_per_s), point.reason, "best so far: " + rate(point.best));
       };
       option.xAxis = axis(t, { type: "value", name: "trial", min: 1, max: Math.max(2, chart.points.length), minInterval: 1 });
       option.yAxis = axis(t, { type: "value", name: "tokens/s", nameGap: 50, axisLabel: { color: t.soft, formatter: whole } });

@@ -26,7 +26,7 @@ from planner.setup.codec import BadOutcome
 from planner.setup.interchange import setup_to_dict
 from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
 from probes import store as store_module
-from probes.fingerprint import fingerprint
+from probes.fingerprint import conditions_digest, fingerprint
 from probes.gpu.environment import read_environment
 from probes.gpu.evaluate import record_of
 from probes.gpu.request import Limits, ProbeRequest
@@ -349,6 +349,11 @@ def test_fingerprint_names_what_matters_and_nothing_else() -> None:
     ]
     assert len({digest, *others}) == len(others) + 1
     assert fingerprint(request(), replace(environment, python="3.99")) == digest
+    # a study's trials are kept apart by the same, but for the setup
+    conditions = conditions_digest(request(), environment)
+    assert conditions_digest(request(setup=TrainSetup(micro_batch_seqs=2)), environment) == conditions
+    assert conditions_digest(request(config={"model_type": "llama", "hidden_size": 3}), environment) != conditions
+    assert conditions_digest(request(), replace(environment, device="cuda")) != conditions
 
 
 def test_fingerprint_names_driver_libraries_and_the_allocators_settings(monkeypatch: pytest.MonkeyPatch) -> None:

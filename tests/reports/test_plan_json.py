@@ -194,18 +194,21 @@ def test_search_values_say_what_fits_and_why_not() -> None:
         (setup, "plan", probed.probe, ""),
         (setup, "ranked", failure, ""),
         (setup, "excluded", None, "the dry run says 2 GiB too much"),
+        (setup, "plan", None, ""),  # the budget ended in its probe
     ]
     values = search_values(trials, "budget spent", budget)
     assert json.loads(json.dumps(values)) == values
-    assert [row["feasible"] for row in values["trials"]] == [True, False, False]
+    assert [row["feasible"] for row in values["trials"]] == [True, False, False, None]
     assert [row["reason"] for row in values["trials"]] == [
         "",
         "probe: out of memory",
         "the dry run says 2 GiB too much",
+        "not measured",
     ]
     assert search_values(trials[:1], "", 1)["trials"][0]["reason"] == "does not fit"
     chart = search_history(values)
-    assert [point["tokens_per_s"] for point in chart["points"]][1:] == [None, None]
+    assert [point["tokens_per_s"] for point in chart["points"]][1:] == [None, None, None]
+    assert [row[2] for row in chart["table"]["rows"]] == ["yes", "no", "no", ""]
 
 
 JUNK = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5), st.just([]), st.just({}), st.just([[1]]))

@@ -67,8 +67,30 @@ def test_another_searchs_waiting_trial_waits_for_who_knows_it_and_costs_this_one
     result = search(problem(), measure, storage=tmp_path, budget=BUDGET)
     assert result.best is not None
     assert result.num_probes == BUDGET.max_probes
-    waiting = [trial.setup for trial in result.trials if trial.state is TrialState.WAITING]
-    assert waiting == [stranger]
+    assert stranger not in {trial.setup for trial in result.trials}
+    storage = open_storage(tmp_path)
+    study = optuna.load_study(storage=storage, study_name="plan")
+    waiting = [trial.user_attrs["key"] for trial in study.trials if trial.state is TrialState.WAITING]
+    close_storage(storage)
+    assert waiting == [key_of(stranger)]
+
+
+def test_trials_under_other_conditions_are_none_of_this_search() -> None:
+    """A rehearsal on the CPU, or a model of as many parameters: measured anew, counted apart, each found again."""
+    storage = optuna.storages.InMemoryStorage()
+    first, second = (Study(problem(conditions=name), storage, "plan") for name in ("cpu", "card"))
+    candidate = problem().candidates[0]
+    first.enqueue(candidate, "plan")
+    assert second.claim() is None
+    claimed = first.claim()
+    assert claimed is not None
+    assert first.tell(claimed[0], exact(candidate))
+    assert second.records() == []
+    second.enqueue(candidate, "plan")
+    assert second.claim(max_probes=1) is not None
+    assert [len(study.records()) for study in (first, second)] == [1, 1]
+    assert second.exclude([(problem().candidates[1], "too large")]) == 1
+    assert first.exclude([(problem().candidates[1], "too large")]) == 1
 
 
 def test_a_study_of_another_model_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
