@@ -37,7 +37,7 @@ from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.targets import compare_targets as choices_of_targets
-from reports.html import Entry, report_html
+from reports.html import MAX_FULL_PLANS, Entry, report_html
 from reports.page import steps
 from reports.which import SORTS, AdaptersSheet, GpusSheet, ModelChoice, ModelsSheet, TargetsSheet, rank_gpus
 
@@ -116,7 +116,7 @@ def gpus_sheet(
     *,
     charts: bool = False,
 ) -> GpusSheet:
-    """The GPU table ranked for a model; `charts`: with the plans' runners-up, which are drawn."""
+    """The GPU table ranked for a model; `charts`: as `report_html` draws it."""
     cards, spec = table.cards(), options.announced(lookup.model(model))
     request = request_for(spec, request_options, data.checked())
     answers = _plans(spec, cards, request, gathering.of, charts=charts)
@@ -142,14 +142,14 @@ def _plans(
     """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
 
     Args:
-        charts: the plans are drawn, with their runners-up.
+        charts: the plans are drawn, where they are few with their runners-up and with what would help.
     """
-    memory, num_ranked = WalkCache(), NUM_RANKED if charts else 1
+    memory, whole = WalkCache(), charts and len(cards) <= MAX_FULL_PLANS
 
     def planned(card: GpuSpec) -> tuple[GpuSpec, Plan | NoPlan | UsageError]:
         try:
             workload = request.workload(spec, card, cluster(card))
-            return card, plan_workload(workload, cache=memory, num_ranked=num_ranked, helped=charts)
+            return card, plan_workload(workload, cache=memory, num_ranked=NUM_RANKED if whole else 1, helped=whole)
         except UsageError as error:
             return card, error
 

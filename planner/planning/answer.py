@@ -101,7 +101,8 @@ def plan_workload(
     """
     cache = cache if cache is not None else WalkCache()
     if quantizes_again(workload):
-        unpacked = _of_unpacked(workload, corrections, "is not quantized again", helped=helped, explained=explained)
+        why = "is not quantized again"
+        unpacked = _of_unpacked(workload, why, corrections, cache, num_ranked, helped, explained)
         if unpacked is not None:
             return unpacked
     if not corrections and _packed(workload) and _weights_alone_exceed(workload):
@@ -110,7 +111,7 @@ def plan_workload(
             return packed
     walked = _walk(workload, corrections, cache)
     if walked.best is None:
-        return _nothing_fits(walked, corrections, helped, explained)
+        return _nothing_fits(walked, corrections, num_ranked, helped, explained)
     walked, lost = _of_some_target(walked.workload, walked.best, corrections, cache) or (walked, ())
     return _plan(walked, lost, num_ranked, explained)
 
@@ -141,13 +142,18 @@ def _plan(walked: _Walked, notes: Sequence[str], num_ranked: int = NUM_RANKED, e
 
 
 def _nothing_fits(
-    walked: _Walked, corrections: Mapping[CorrectionKey, float] | None, helped: bool = True, explained: bool = True
+    walked: _Walked,
+    corrections: Mapping[CorrectionKey, float] | None,
+    num_ranked: int,
+    helped: bool,
+    explained: bool,
 ) -> Plan | NoPlan:
     """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
     workload, values, results, _, _ = walked
     space = _space_count(workload, values, results)
     if not space.walked:
-        unpacked = _of_unpacked(workload, corrections, helped=helped, explained=explained)
+        why = "the named target does not unpack"
+        unpacked = _of_unpacked(workload, why, corrections, results.cache, num_ranked, helped, explained)
         if unpacked is not None:
             return unpacked
         layouts = results.walked if workload.num_gpus > 1 else ()
@@ -155,9 +161,8 @@ def _nothing_fits(
         raise _nothing_to_walk(workload, results)
     if packed := _with_packed_experts(workload, corrections, results.cache):
         return packed
-    copied = _of_unpacked(
-        workload, corrections, "trains only unpacked and does not fit so", helped=False, explained=explained
-    )
+    why = "trains only unpacked and does not fit so"  # a copy that does not fit either is not shown, nor helped
+    copied = _of_unpacked(workload, why, corrections, results.cache, num_ranked, False, explained)
     if isinstance(copied, Plan):
         return copied
     if offloaded := _in_the_host(workload, corrections, results.cache):
@@ -385,17 +390,25 @@ def quantizes_again(workload: Workload) -> bool:
 
 def _of_unpacked(
     workload: Workload,
+    why: str,
     corrections: Mapping[CorrectionKey, float] | None,
-    why: str = "the named target does not unpack",
-    *,
-    helped: bool = True,
-    explained: bool = True,
+    cache: WalkCache,
+    num_ranked: int,
+    helped: bool,
+    explained: bool,
 ) -> Plan | NoPlan | None:
     """The answer for the 16-bit copy of weights that are published packed; None where there is none, or no setup."""
     if (copy := plain_copy(workload.model)) is None:
         return None
     try:
-        plan = plan_workload(replace(workload, model=copy), corrections, helped=helped, explained=explained)
+        plan = plan_workload(
+            replace(workload, model=copy),
+            corrections,
+            cache.of_copy,
+            num_ranked=num_ranked,
+            helped=helped,
+            explained=explained,
+        )
     except UsageError:
         return None
     published = f"{workload.model.model_id} is published in {stored_method(workload.model)}"

@@ -3,6 +3,7 @@ open; and what walks of one model know of them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -79,11 +80,16 @@ class WalkCache:
         self._peaks: dict[Any, dict[tuple[str, tuple[str, ...]], Peaks]] = {}
         self._layers = SharedLayers()
 
+    @cached_property
+    def of_copy(self) -> "WalkCache":
+        """What walks of the 16-bit copy of packed weights computed."""
+        return WalkCache()
+
     def runs(
         self, workload: Workload, values: Mapping[str, tuple[Any, ...]], layouts: "Sequence[Layout]"
     ) -> Iterable[SetupGroup]:
         """The runs of a workload; named launch targets may ask whose card it is."""
-        if self._model is not workload.model:
+        if self._model is not workload.model and self._model != workload.model:
             vars(self).update(vars(WalkCache(workload.model)))  # forgets all that is of another
         named = (workload.targets, workload.gpu.vendor) if workload.targets else ()
         request = (workload.seq_len_tokens, workload.global_batch_seqs, workload.num_gpus, *workload.fixed.items())

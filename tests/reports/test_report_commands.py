@@ -170,6 +170,17 @@ def test_which_gpu_where_nothing_fits_exits_1(app: typer.Typer) -> None:
     assert "No card fits. Nearest:" in result.stdout
 
 
+def test_which_gpu_works_out_no_remedy_that_it_does_not_show(
+    app: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of cards that do not fit nor of the 16-bit copy that is tried there: they take most of the time."""
+    monkeypatch.setattr("finetune_planner.cli.tables.MAX_FULL_PLANS", len(CARDS) - 1)
+    monkeypatch.setattr("planner.planning.decision.alternatives._remedies", None)
+    result = call(app, "which-gpu", "openai/gpt-oss-20b", "--vendor", "AMD", "--seq-len", "512", "--out", str(tmp_path))
+    assert result.exit_code == 0
+    assert (tmp_path / "report.html").exists()
+
+
 def test_which_gpu_leaves_out_and_names_cards_without_the_kernel(app: typer.Typer) -> None:
     words = ("which-gpu", "gpt2", "--attention", "flash-attention-2", "--seq-len", "512", "--json")
     result = call(app, *words)
