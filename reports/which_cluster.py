@@ -1,7 +1,7 @@
 """Which cluster for a piece of work: what to rent, side by side with what else would do."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -9,7 +9,7 @@ from rich.console import Console
 from planner.core.records import dataclass
 from planner.core.units import count, gib, seconds
 from planner.models.spec import ModelSpec
-from planner.planning.clusters import ClusterOption, cheapest, fastest, nearest, smallest
+from planner.planning.clusters import ClusterOption, Limits, cheapest, fastest, nearest, smallest
 from planner.planning.decision.node import Node
 from planner.setup.interchange import SCHEMA_VERSION, setup_to_dict
 from reports.command import request_words
@@ -62,10 +62,10 @@ class ClustersSheet(Sheet):
         node = recommended_node(self.options)
         if node is None:
             page.line("No cluster keeps the limits.", style="bold red")
-            page.line(_nearest_words(self.options))
+            page.line(self._nearest_words())
             _assumptions(page, self.options)
             return
-        for head, lines in _by_method(self.options):
+        for head, lines in _by_method(self.options, self._limits):
             page.line()
             page.line(head, style="bold")
             for words in lines:
@@ -89,9 +89,9 @@ class ClustersSheet(Sheet):
         blocks: list[str] = []
         node = recommended_node(self.options)
         if node is None:
-            blocks.append(f"No cluster keeps the limits. {escape(_nearest_words(self.options))}")
+            blocks.append(f"No cluster keeps the limits. {escape(self._nearest_words())}")
         else:
-            for head, lines in _by_method(self.options):
+            for head, lines in _by_method(self.options, self._limits):
                 blocks += [f"## {escape(head)}", bullets(lines)]
             blocks += [f"## {_table_title(node)}", markdown_table(*_table(self._kept(node), wide=True))]
         return document(_title(self.model, self.limits), *blocks, "## Assumed", bullets(assumptions(self.options)))
@@ -112,11 +112,22 @@ class ClustersSheet(Sheet):
             "assumptions": list(assumptions(self.options)),
         }
 
+    @property
+    def _limits(self) -> Limits:
+        return Limits(deadline_s=self.limits["deadline_s"], budget_usd=self.limits["budget_usd"])
+
+    def _nearest_words(self) -> str:
+        best = nearest(self.options, self._limits)
+        if best is None:
+            return "Nothing fits on any of them: allow more GPUs or larger ones."
+        (words,) = _nearest([best], self._limits)
+        return f"The nearest, with {best.node.words}: {words}."
+
     def _kept(self, node: Node) -> list[ClusterOption]:
         return [option for option in self.options if option.node == node and option.meets]
 
 
-def _by_method(options: Sequence[ClusterOption]) -> list[tuple[str, list[str]]]:
+def _by_method(options: Sequence[ClusterOption], limits: Limits) -> list[tuple[str, list[str]]]:
     sections: list[tuple[str, list[str]]] = []
     for node in Node:
         of_node = [option for option in options if option.node == node]
@@ -124,17 +135,21 @@ def _by_method(options: Sequence[ClusterOption]) -> list[tuple[str, list[str]]]:
             continue
         lines = [f"{label}: {_option_words(option)}" for label, option in picks(of_node).items()]
         if not lines:
-            best = nearest(of_node)
-            lines = [f"No cluster keeps the limits; the nearest is {_option_words(best)}." if best else "-"]
+            lines = [f"No cluster keeps the limits; the nearest is {words}." for words in _nearest(of_node, limits)]
         sections.append((node.words[0].upper() + node.words[1:], lines))
     return sections
 
 
-def _nearest_words(options: Sequence[ClusterOption]) -> str:
-    best = nearest(options)
-    if best is None:
-        return "Nothing fits on any of them: allow more GPUs or larger ones."
-    return f"The nearest: {_option_words(best)}."
+def _nearest(options: Sequence[ClusterOption], limits: Limits) -> Iterator[str]:
+    """What breaks the limits least, with which of them and by how much; nothing where nothing fits."""
+    if (best := nearest(options, limits)) is None:
+        return
+    broken: list[str] = []
+    if limits.deadline_s is not None and best.duration_s > limits.deadline_s:
+        broken.append(f"{seconds(best.duration_s - limits.deadline_s)} over the deadline")
+    if limits.budget_usd is not None and best.cost_usd is not None and best.cost_usd > limits.budget_usd:
+        broken.append(f"{dollars(best.cost_usd - limits.budget_usd)} over the budget")
+    yield joined((_option_words(best), *broken))
 
 
 def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:

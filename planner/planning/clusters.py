@@ -59,6 +59,15 @@ class Limits:
             return False
         return self.budget_usd is None or (cost is not None and cost <= self.budget_usd)
 
+    def excess(self, duration_s: float, cost: float | None) -> tuple[float, float]:
+        """By what shares of them it breaks them, together, and its seconds: less is nearer to being kept."""
+        shares = 0.0
+        if self.deadline_s is not None:
+            shares += max(0.0, duration_s / self.deadline_s - 1)
+        if self.budget_usd is not None:
+            shares += math.inf if cost is None else max(0.0, cost / self.budget_usd - 1)
+        return shares, duration_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -134,10 +143,16 @@ def deciding_outcomes(jobs: Sequence[Job], limits: Limits) -> list[Outcome]:
         if best is not None and (best.cost_usd or 0.0) <= cost:
             break
         plans.of(job)
-    for pick, rest in ((fastest, could), (nearest, jobs)):  # the nearest counts where nothing keeps the limits
-        for job in sorted(rest, key=lambda job: ideal_s[id(job)]):
-            best = fastest(plans.options) or pick(plans.options)
-            if best is not None and best.duration_s <= ideal_s[id(job)]:
+    for job in sorted(could, key=lambda job: ideal_s[id(job)]):
+        best = fastest(plans.options)
+        if best is not None and best.duration_s <= ideal_s[id(job)]:
+            break
+        plans.of(job)
+    if fastest(plans.options) is None:  # then the nearest counts
+        excess = {key: limits.excess(duration_s, costs[key]) for key, duration_s in ideal_s.items()}
+        for job in sorted(jobs, key=lambda job: excess[id(job)]):
+            best = nearest(plans.options, limits)
+            if best is not None and limits.excess(best.duration_s, best.cost_usd) <= excess[id(job)]:
                 break
             plans.of(job)
     size = attrgetter("cluster.num_gpus", "workload.memory_bytes")
@@ -191,6 +206,6 @@ def _least(options: Iterable[ClusterOption], *names: str) -> ClusterOption | Non
     return min((option for option in options if option.meets), key=attrgetter(*names), default=None)
 
 
-def nearest(options: Iterable[ClusterOption]) -> ClusterOption | None:
-    """Where nothing keeps the limits: the fastest of what fits, because more time or money would make it do."""
-    return min(options, key=attrgetter("duration_s"), default=None)
+def nearest(options: Iterable[ClusterOption], limits: Limits) -> ClusterOption | None:
+    """Where nothing keeps the limits: what fits and breaks them least."""
+    return min(options, key=lambda option: limits.excess(option.duration_s, option.cost_usd), default=None)

@@ -71,8 +71,10 @@ def test_the_picks_of_all_clusters_are_among_those_that_decide() -> None:
     for limits in (Limits(), Limits(deadline_s=900.0), Limits(budget_usd=0.01)):
         every = [replace(option, meets=limits.keep(option.duration_s, option.cost_usd)) for option in options]
         deciding = fitting(deciding_outcomes(jobs, limits))
-        for pick in (smallest, cheapest, fastest, nearest) if any(option.meets for option in every) else (nearest,):
+        for pick in (smallest, cheapest, fastest):
             assert pick(every) == pick(deciding)
+        if not any(option.meets for option in every):
+            assert nearest(every, limits) == nearest(deciding, limits)
         assert len(deciding) < len(every)
 
 
@@ -108,9 +110,14 @@ def test_picks() -> None:
     assert fastest([single, two]) is two
     late = [replace(each, meets=False) for each in (single, two)]
     assert smallest(late) is cheapest(late) is fastest(late) is None
-    assert nearest(late) == replace(two, meets=False)
+    assert nearest(late, Limits(deadline_s=1.0)) == replace(two, meets=False)
+    assert nearest([*late, replace(cheap, meets=False)], Limits(budget_usd=0.005)) == replace(cheap, meets=False)
+    assert two.duration_s < single.duration_s
+    dear = [replace(two, cost_usd=single.cost_usd * 9, meets=False), late[0]]
+    both = Limits(deadline_s=single.duration_s / 2, budget_usd=single.cost_usd / 2)
+    assert nearest(dear, both) == late[0]
     assert cheapest([replace(single, cost_usd=None)]) is None
-    assert nearest([]) is None
+    assert nearest([], Limits()) is None
 
 
 def test_offloaded_states_lie_in_the_hosts() -> None:
