@@ -28,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, prepare
 from planner.frameworks.hyperparameters import choose
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -124,6 +124,10 @@ def prepared(
         path = folder / "launch" / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(file.text)
+    if not setup.objective_spec.supervised and prepare.needed(request):  # these rows are prepared as they are
+        made = folder / prepare.folder(request, tool) / "train.jsonl"
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.write_text((row + "\n") * 64)
     yield emitted.command.split("&&")[-1].split()
 
 

@@ -74,6 +74,21 @@ class Goal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How FSDP cuts weights, gradients and optimizer states."""
+
+    shard_degree: int = 0
+    """FSDP2 shards within groups of so many GPUs and replicates over the groups (hybrid shard); 0: all."""
+    reshard_after_forward: bool = True
+    """FSDP2 frees a layer's gathered weights after its forward (ZeRO-3 always does)."""
+    fsdp_version: int = 2
+    """Of FSDP, 1 or 2; no plan chooses 1, the older (`planner.memory.micro_batch.hooked_bytes`)."""
+    sync_each_batch: bool = True
+    """FSDP2 cuts the gradients of every micro-batch, as every launch file asks; else those of the whole model wait on
+    every GPU for the step's last one, as transformers' Trainer has it by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """How the model's copies, and one copy, lie on several GPUs."""
 
@@ -88,15 +103,6 @@ class Layout:
     """Stages into which the layers are cut; accumulation_steps is then the micro-batches in flight."""
     pipeline_schedule: str = "1f1b"
     """One of PIPELINE_SCHEDULES."""
-    shard_degree: int = 0
-    """FSDP2 shards within groups of so many GPUs and replicates over the groups (hybrid shard); 0: all."""
-    reshard_after_forward: bool = True
-    """FSDP2 frees a layer's gathered weights after its forward (ZeRO-3 always does)."""
-    fsdp_version: int = 2
-    """Of FSDP, 1 or 2; no plan chooses 1, the older (`planner.memory.micro_batch.hooked_bytes`)."""
-    sync_each_batch: bool = True
-    """FSDP2 cuts the gradients of every micro-batch, as every launch file asks; else those of the whole model wait on
-    every GPU for the step's last one, as transformers' Trainer has it by itself."""
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -285,7 +291,7 @@ def _before(stated: str, version: tuple[int, ...]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SetupValues(Program, Goal, Layout, Devices, Recomputation, Batch, Compute, Adaptation, Weights):
+class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch, Compute, Adaptation, Weights):
     """One complete training setup: the fields of all its records."""
 
     @property

@@ -71,6 +71,6 @@ def test_interchange_defaults_depend_on_the_method() -> None:
 
 def test_no_record_of_a_setup_has_more_than_eight_fields() -> None:
     records = SetupValues.__bases__
-    assert len(records) == 9
+    assert len(records) == 10
     assert all(len(fields(record)) <= 8 for record in records)
     assert sum(len(fields(record)) for record in records) == len(fields(TrainSetup))
