@@ -211,6 +211,10 @@ def test_run_sh_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     code, output = started(folder)
     assert (code, "--resume_from_checkpoint outputs/checkpoint-100\n" in output) == (0, True)
     assert "goes on from outputs/checkpoint-100" in started(folder, "hf")[1]
+    os.utime(folder / "trl" / "trl-sft.yaml", (2e9, 2e9))  # a plan or a person wrote it anew
+    code, output = started(folder)
+    assert (code, "CALLED python -m trl" in output) == (2, False)
+    assert "RESUME=1 in front" in output
     readme, script = (folder / "README.md").read_text(), (folder / "hf" / "train_hf.py").read_text()
     assert f"{RESUMED}=FOLDER" in readme
     assert f'resume_from_checkpoint=os.environ.get("{RESUMED}")' in script

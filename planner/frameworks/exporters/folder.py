@@ -132,7 +132,8 @@ def _readme(
             "## After a stop",
             "",
             f"`bash launch/{RUN}` goes on from the last checkpoint in `{_plain(shown_path(request.output_dir))}`; to "
-            "start over, move that folder away (a run deletes older checkpoints in it). By hand: "
+            "start over, move that folder away (a run deletes older checkpoints in it). Where a launch file is newer than "
+            "the checkpoint it stops, and goes on with `RESUME=1` in front. By hand: "
             f"`--resume_from_checkpoint FOLDER` behind trl's command, `{RESUMED}=FOLDER` in front of a script's.",
         ]
     return "\n".join(lines) + "\n"
@@ -197,6 +198,7 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
             *["      local resume=()"] * by_option,
             f"      local last; last=$(last_checkpoint {kept})",
             '      if [ -n "$last" ]; then',
+            '        of_this_plan "$last"',
             '        echo "goes on from $last; to start over, move its folder away" >&2',
             f"        {says}",
             "      fi",
