@@ -132,8 +132,8 @@ def _readme(
             "## After a stop",
             "",
             f"`bash launch/{RUN}` goes on from the last checkpoint in `{_plain(shown_path(request.output_dir))}`; to "
-            "start over, move that folder away (a run deletes older checkpoints in it). Where a launch file is newer than "
-            "the checkpoint it stops, and goes on with `RESUME=1` in front. By hand: "
+            "start over, move that folder away (a run deletes older checkpoints in it). Where a launch file is newer "
+            "than the checkpoint it stops, and goes on with `RESUME=1` in front. By hand: "
             f"`--resume_from_checkpoint FOLDER` behind trl's command, `{RESUMED}=FOLDER` in front of a script's.",
         ]
     return "\n".join(lines) + "\n"
