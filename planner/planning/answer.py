@@ -2,10 +2,10 @@
 ask the tree, explain."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -177,7 +177,8 @@ def _nothing_fits(
     tree = tuple(answers(workload, results, None, None, None, alone))
     installed = _with_packages(workload, None, results.cache)
     notes = (*_package_notes(workload, None, installed), *cluster_notes(workload.cluster))
-    refused = refusal(workload, results, tree, space, notes, helped=helped)
+    other_forms = tuple(_other_forms(workload)) if helped else ()
+    refused = refusal(workload, results, tree, space, notes, helped=helped, other_forms=other_forms)
     if not helped:
         return refused
     return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
@@ -284,6 +285,19 @@ def _packed(workload: Workload) -> list[Workload]:
     fixed = {**workload.fixed, "quantize_experts": (True,)}
     named = [(name,) for name in PACKING if workload.targets in ((), (name,))]
     return [replace(workload, targets=target, fixed=fixed) for target in named]
+
+
+def _other_forms(workload: Workload) -> Iterator[tuple[Workload, TrainSetup]]:
+    """The smallest setups of what a plan takes where the weights as published do not fit: their 16-bit copy, and
+    experts in 4 bits."""
+    copy = plain_copy(workload.model)
+    copies = [replace(workload, model=copy)] if copy is not None else []
+    for request in (*_packed(workload), *copies, *chain.from_iterable(map(_packed, copies))):
+        with suppress(UsageError):
+            walked = _walk(request, None, WalkCache())
+            points = filter(None, (node.smallest for node in walked.results.nodes().values()))
+            if smallest := min(points, key=lambda point: point.peak_device_bytes, default=None):
+                yield walked.workload, smallest.setup
 
 
 PACKING = {

@@ -149,6 +149,19 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
     assert any("16-bit copy" in remedy.action and remedy.fits for remedy in refused.remedies)
 
 
+def test_a_larger_card_is_one_on_which_the_experts_fit_in_4_bits() -> None:
+    """gpt-oss-120b in 16 bits needs 217 GiB, so B300 alone; its 16-bit copy with 4-bit experts 66, which cheaper ones
+    hold."""
+    refused = plan_workload(plan_request("openai/gpt-oss-120b"))
+    assert isinstance(refused, NoPlan)
+    actions = [remedy.action for remedy in refused.remedies if remedy.action.startswith("--gpu ")]
+    assert len(actions) == 2
+    for action in actions:
+        card = action.split()[1].rstrip(",")
+        assert card != "b300"
+        assert isinstance(plan_workload(plan_request("openai/gpt-oss-120b", card), explained=False), Plan)
+
+
 def test_stacked_experts_multiply_in_the_type_of_their_weights() -> None:
     """transformers' grouped product is not autocast's: with fp32 masters it is several times slower, as notes say."""
     model, card = loaded(QWEN), find_gpu("h200")

@@ -1,7 +1,7 @@
 """What stands beside a plan: alternatives, the longest context, and what would make something fit."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -212,9 +212,14 @@ def refusal(
     notes: tuple[str, ...],
     *,
     helped: bool = True,
+    other_forms: Sequence[tuple[Workload, TrainSetup]] = (),
 ) -> NoPlan:
     """The answer where nothing fits: by how much, and, `helped`, what would help, as the level says that refused (a
-    walked point's peak is the formula's as dry runs corrected it)."""
+    walked point's peak is the formula's as dry runs corrected it).
+
+    Args:
+        other_forms: the smallest setups of the other forms of the weights that a plan takes.
+    """
     smallest = [node_results.smallest for node_results in results.nodes().values() if node_results.smallest is not None]
     point = min(smallest, key=lambda point: point.peak_device_bytes)
     nearest = candidate(workload, point.setup)
@@ -226,14 +231,16 @@ def refusal(
         workload=workload,
         nearest=nearest,
         missing_bytes=max(1, nearest.formula.peak_device_bytes + more - workload.budget_bytes),
-        remedies=tuple(_remedies(careful, results, nearest)) if helped else (),
+        remedies=tuple(_remedies(careful, results, nearest, other_forms)) if helped else (),
         tree=answers,
         space=space,
         notes=notes,
     )
 
 
-def _remedies(workload: Workload, results: WalkResults, nearest: Candidate) -> Iterator[Remedy]:
+def _remedies(
+    workload: Workload, results: WalkResults, nearest: Candidate, other_forms: Sequence[tuple[Workload, TrainSetup]]
+) -> Iterator[Remedy]:
     """Smallest change first: options the user fixed, the host's memory, a shorter sequence, more GPUs or a larger host
     where there are several, another GPU of the table, a smaller model."""
     relaxed = [*_relaxed(workload, nearest)]
@@ -257,7 +264,7 @@ def _remedies(workload: Workload, results: WalkResults, nearest: Candidate) -> I
     if workload.num_gpus > 1:
         yield from _more_gpus(workload, nearest)
         yield from _larger_host(results)
-    yield from _larger_gpu(workload, nearest)
+    yield from _larger_gpu(workload, [(workload, nearest.setup), *other_forms])
     # The largest catalogue model of the same type that fits with this setup, of the same maker where it has one.
     smaller: list[tuple[bool, int, str, str]] = []
     maker = workload.model.model_id.partition("/")[0].lower()
@@ -466,33 +473,41 @@ def _larger_host(results: WalkResults) -> Iterator[Remedy]:
     yield Remedy(f"--host-memory {host_gib(need)}: {there}", 0)
 
 
-def _larger_gpu(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """The same card with more memory, the smallest of the table on which the setup fits, and the one that is cheapest
-    to rent for the job."""
+def _larger_gpu(workload: Workload, forms: Sequence[tuple[Workload, TrainSetup]]) -> Iterator[Remedy]:
+    """The same card with more memory, the smallest of the table on which a form of the weights fits, and the one that
+    is cheapest to rent for the job."""
+    from planner.memory.engines.host import assumed_host_bytes  # seldom needed
+
     share, rented = workload.headroom_bytes / workload.memory_bytes, []
 
-    def holds(gpu: GpuSpec) -> bool:
-        return device_peak_bytes(workload.model, gpu, nearest.setup) <= gpu.memory_bytes * (1 - share)
+    def holding(gpu: GpuSpec) -> Iterator[tuple[Workload, Candidate]]:
+        for form, setup in forms:
+            if device_peak_bytes(form.model, gpu, setup) > gpu.memory_bytes * (1 - share):
+                continue
+            price = price_per_hour(gpu.key)
+            there = replace(form, gpu=gpu, memory_bytes=gpu.memory_bytes, price_per_hour=price and price[0])
+            if pinned_bytes(form.model, setup) <= assumed_host_bytes(there):
+                yield there, candidate(there, setup)
 
-    for version in [gpu for gpu in larger_versions(workload.gpu) if holds(gpu)][:1]:
+    for version in [gpu for gpu in larger_versions(workload.gpu) if any(holding(gpu))][:1]:
         yield Remedy(f"--gpu {version.key}", version.memory_bytes - workload.memory_bytes)
     first = True
     for gpu in sorted(all_gpus(), key=lambda gpu: gpu.memory_bytes):
         if gpu.memory_bytes <= workload.gpu.memory_bytes or gpu.vendor != "NVIDIA" or gpu.is_built_in:
             continue
         no_node = workload.num_gpus > 1 and gpu.key not in keys_on_demand()  # DGX Sparks are no node of GPUs
-        if no_node or not holds(gpu):
+        options = [] if no_node else [*holding(gpu)]
+        if not options:
             continue
         saved = gpu.memory_bytes - workload.memory_bytes
         if first:
             yield Remedy(f"--gpu {gpu.key}", saved)
             first = False
         if workload.num_gpus == 1 and (price := price_per_hour(gpu.key)) is not None:
-            there = replace(workload, gpu=gpu, memory_bytes=gpu.memory_bytes, price_per_hour=price[0])
-            step_s = candidate(there, nearest.setup).formula.step_time_s or 0.0
-            rented.append((step_s * price[0] / 3600, gpu.key, price, saved, there))
+            for there, option in options:
+                step_s = option.formula.step_time_s or 0.0
+                rented.append((step_s * price[0] / 3600, gpu.key, price, saved, job_s(there, option)))
     if rented:
-        step_usd, key, (hourly, source, _), saved, there = min(rented, key=lambda offer: offer[:2])
-        hours = job_s(there, candidate(there, nearest.setup))
-        cost = f"${step_usd:.3g} a step" if hours is None else f"${hourly * hours / 3600:,.2f} for the job"
+        step_usd, key, (hourly, source, _), saved, job_seconds = min(rented, key=lambda offer: offer[:2])
+        cost = f"${step_usd:.3g} a step" if job_seconds is None else f"${hourly * job_seconds / 3600:,.2f} for the job"
         yield Remedy(f"--gpu {key}, rented at ${hourly:.2f} an hour ({source}): {cost}", saved)
