@@ -4,6 +4,8 @@ from dataclasses import replace
 from functools import partial
 
 from planner.core.records import dataclass
+from planner.hardware.gpu import GpuSpec
+from planner.memory.workspace import cublas_workspace_bytes
 from planner.setup import TrainSetup
 from planner.setup.codec import Outcome
 from planner.setup.outcome import Fidelity, Measurement, Prediction, ProbeFailure
@@ -17,7 +19,11 @@ EVERY_MICRO_BATCH = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """What the plan said of one setup, by its highest level."""
+    """What the plan said of one setup, by its highest level.
+
+    Attributes:
+        workspace_bytes: of the allocated peak, cuBLAS's workspaces, which a CPU has not.
+    """
 
     level: Fidelity
     peak_allocated_bytes: int
@@ -25,6 +31,7 @@ class Promise:
     tokens_per_s: float | None
     memory_band_fraction: float
     time_band_fraction: float
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +39,8 @@ class Confirmation:
     """The promise beside what happened.
 
     Attributes:
-        memory_miss_fraction: promised over measured device peak (on the CPU: allocated peak), minus 1; None when
-            nothing was measured.
+        memory_miss_fraction: promised over measured device peak (on the CPU: allocated peak, without cuBLAS's
+            workspaces), minus 1; None when nothing was measured.
         speed_miss_fraction: promised over measured tokens/s, minus 1; None on the CPU.
         kept: both within the promise's bands, and the run neither failed nor exceeded the budget.
     """
@@ -47,8 +54,8 @@ class Confirmation:
     reasons: tuple[str, ...]
 
 
-def promise_of(memory: Prediction | Measurement, speed: Prediction | Measurement) -> Promise:
-    """The promise from the levels that gave memory and speed."""
+def promise_of(memory: Prediction | Measurement, speed: Prediction | Measurement, gpu: GpuSpec) -> Promise:
+    """The promise from the levels that gave memory and speed of this GPU."""
     return Promise(
         level=memory.level,
         peak_allocated_bytes=memory.peak_allocated_bytes,
@@ -56,6 +63,7 @@ def promise_of(memory: Prediction | Measurement, speed: Prediction | Measurement
         tokens_per_s=speed.tokens_per_s,
         memory_band_fraction=memory.memory_band_fraction if isinstance(memory, Prediction) else DEFAULT_MEMORY_BAND,
         time_band_fraction=max(speed.time_band_fraction or 0.0, DEFAULT_TIME_BAND),
+        workspace_bytes=cublas_workspace_bytes(gpu),
     )
 
 
@@ -85,7 +93,8 @@ def compare(setup: TrainSetup, promise: Promise, outcome: Outcome, *, budget_byt
     speed = None
     if outcome.environment.device == "cpu":  # no driver context, and nobody promised this speed: live tensors only
         followed = outcome.level is not Fidelity.RUN  # of a file's own run a CPU shows the whole process
-        memory = promise.peak_allocated_bytes / outcome.peak_allocated_bytes - 1.0 if followed else None
+        tensors_bytes = promise.peak_allocated_bytes - promise.workspace_bytes
+        memory = tensors_bytes / outcome.peak_allocated_bytes - 1.0 if followed else None
     else:
         memory = promise.peak_device_bytes / outcome.peak_device_bytes - 1.0
         if promise.tokens_per_s and outcome.tokens_per_s:

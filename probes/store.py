@@ -9,6 +9,7 @@ backwards, so `recorded_at` is for people only, and of several records under one
 import errno
 import hashlib
 import os
+import shlex
 import stat
 import tempfile
 import warnings
@@ -26,6 +27,7 @@ from probes.records import Record, decode_line, encode_line
 
 MAX_STORE_BYTES = 256 * 1024 * 1024
 """Read at a time: some 80,000 outcomes; a larger file is something else."""
+WHICH_STORE = "name another file with --store; `plan store show` names the usual one"
 MAX_CRASHES_BEFORE_FINAL = 2
 """A crash or a timeout may be bad luck: it is tried again until it happened this often under the same key."""
 
@@ -131,7 +133,7 @@ class Store:
         """Imports another store's readable lines that are not here yet: (added, already here).
 
         Raises:
-            EnvironmentProblem: `source` cannot be read.
+            EnvironmentProblem: `source` cannot be read, or this store not written.
         """
         self._refresh()
         other = _Source(source)
@@ -147,19 +149,28 @@ class Store:
                 num_present += 1
             else:
                 fresh.append(record)
-        self.extend(fresh)
+        try:
+            if fresh:
+                _append_bytes(self.path, b"".join(map(encode_line, fresh)))
+        except OSError as error:  # nothing was measured just now: all of it is still in `source`
+            raise EnvironmentProblem(
+                f"the store {self.path} cannot be written ({error.strerror}); nothing was added",
+                hint="free some disk space or give another file with --store",
+            ) from error
         return len(fresh), num_present
 
     def export(self, target: Path, *, keep: Callable[[Record], bool] = lambda record: True) -> int:
         """Writes the last record of each key as a new file of the same form, whole or not at all; returns how many.
 
         Raises:
-            EnvironmentProblem: the target cannot be written.
+            EnvironmentProblem: the target cannot be written, or there is nothing to write: what it holds stays.
             UsageError: it is this store, whose earlier outcomes an export leaves out.
         """
         if target.resolve() == self.path.resolve():
             raise UsageError(f"{target} is the store itself", hint="export into another file")
         records = [record for record in self.latest() if keep(record)]
+        if not records:
+            raise EnvironmentProblem(f"no outcomes to export from {self.path}", hint=WHICH_STORE)
         try:
             write_whole(target, b"".join(encode_line(record) for record in records))
         except OSError as error:
@@ -251,7 +262,8 @@ class Store:
             ) from error
         warnings.warn(
             f"the store {self.path} cannot be written ({error.strerror}); the measurement is in {fallback} "
-            f"(bring it back with `plan store import {fallback}`)",
+            f"(bring it back with `plan store import {shlex.quote(str(fallback))} "
+            f"--store {shlex.quote(str(self.path))}`)",
             StoreWarning,
             stacklevel=4,
         )

@@ -90,7 +90,7 @@ def run_target(folder: Path, document: Mapping[str, object], target: str, how: H
     planned = chosen if setup == chosen.setup else candidate(workload, setup)
     file = launched_file(folder, launch, workload.model.model_id, setup.objective)
     outcome, card, device = run_file(file, setup, workload.model, how, sibling=folder)
-    promise = promise_of(planned.memory_evidence, planned.speed_evidence)
+    promise = promise_of(planned.memory_evidence, planned.speed_evidence, plan.workload.gpu)
     confirmation = on_card(compare(setup, promise, outcome, budget_bytes=chosen.budget_bytes), card, workload)
     if setup == chosen.setup and device != "cpu":
         plan = with_run(plan, replace(chosen, run=outcome))

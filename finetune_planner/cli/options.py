@@ -71,6 +71,15 @@ Slurm = Annotated[
 ]
 Partition = Annotated[str | None, typer.Option("--partition", help="Slurm partition (with --slurm).")]
 
+
+def no_partition_alone(slurm: Path | None, partition: str | None) -> None:
+    """Raises:
+    UsageError: --partition without --slurm, which would be ignored.
+    """
+    if partition is not None and slurm is None:
+        raise UsageError("--partition is for jobs of a cluster", hint="add --slurm FOLDER, or leave it out")
+
+
 DEFAULT_IMAGE_SIZE = "1024"
 
 

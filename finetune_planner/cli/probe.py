@@ -23,6 +23,7 @@ from planner.planning.option_values import positive
 from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict, to_jsonable
+from planner.setup.memory_terms import PHASES
 from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
 from reports.html import entry_of
 from reports.plan_json import plan_from_dict, read_plan_json
@@ -51,6 +52,7 @@ class ProbeOptions:
 
     def devices(self, device: str | None, num_gpus: int) -> tuple[str, ...]:
         """What it runs on: this machine's, or the first of the one that Slurm gives."""
+        options.no_partition_alone(self.slurm, self.partition)
         if self.slurm is not None:
             return machine.pick_devices(device or "cuda:0")
         return machine.job_devices(device, num_gpus)
@@ -125,8 +127,13 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
     """One outcome for a person."""
     if isinstance(outcome, ProbeFailure):
         lines = [f"{outcome.kind.value.replace('_', ' ')}: {outcome.message}"]
+        if from_store:
+            longer = " or a longer --limit" if outcome.kind is FailureKind.TIMEOUT else ""
+            lines[0] += f" (from the store; --again{longer} measures anew)"
         return [*lines, f"log: {outcome.log_path}"] if outcome.log_path else lines
-    spread, phases = max(outcome.step_times_s) - min(outcome.step_times_s), outcome.phase_peaks_bytes
+    times = outcome.step_times_s
+    spread = f"median of {len(times)}, spread {seconds(max(times) - min(times))}" if len(times) > 1 else "one step"
+    phases = {name: outcome.phase_peaks_bytes[name] for name in PHASES if name in outcome.phase_peaks_bytes}
     where = outcome.environment.gpu_name
     spoiled = ", ".join(outcome.speed_spoiled_by)
     speed = f"no speed ({spoiled})" if outcome.tokens_per_s is None else f"{outcome.tokens_per_s:,.0f} tokens/s"
@@ -138,8 +145,7 @@ def outcome_lines(outcome: Measurement | ProbeFailure, *, from_store: bool = Fal
         f"device {gib(outcome.peak_device_bytes)}",
         *(["  device peak of each rank: " + ", ".join(peaks) + more] if peaks else []),
         *(["  phases " + ", ".join(f"{name} {gib(size)}" for name, size in phases.items())] if phases else []),
-        f"  {speed}, step {seconds(outcome.step_time_s)} "
-        f"(median of {len(outcome.step_times_s)}, spread {seconds(spread)})"
+        f"  {speed}, step {seconds(outcome.step_time_s)} ({spread})"
         + (f", MFU {percent(outcome.mfu_fraction)}" if outcome.mfu_fraction is not None else ""),
     ]
     if outcome.program:
@@ -202,7 +208,7 @@ def confirm(
     limits = Limits(time_s=limit, measure_s=measure_seconds)
     events = {"on_progress": line.event}
     with machine.prober_on(devices, spec, card, store=store, executor=events, limits=limits) as prober:
-        promise = promise_of(chosen.memory_evidence, chosen.speed_evidence)
+        promise = promise_of(chosen.memory_evidence, chosen.speed_evidence, workload.gpu)
         confirmation = run_step(prober, setup, promise, budget_bytes=chosen.budget_bytes)
     line.close()
     confirmation = on_card(confirmation, card, workload)
@@ -271,7 +277,8 @@ def _confirmation_lines(confirmation: "Confirmation") -> list[str]:
         speed = f"{promise.tokens_per_s:,.0f} tokens/s" if promise.tokens_per_s else "no speed"
         peak = f"device {gib(promise.peak_device_bytes)}"
         if outcome.environment.device == "cpu":  # which has no context of a GPU's driver
-            peak, speed = f"allocated {gib(promise.peak_allocated_bytes)}", "the speed is of another machine"
+            tensors = gib(promise.peak_allocated_bytes - promise.workspace_bytes)
+            peak, speed = f"allocated {tensors} without cuBLAS's workspaces", "the speed is of another machine"
         lines.append(f"promised ({promise.level.value}): {peak}, {speed}")
         fractions = {"memory": confirmation.memory_miss_fraction, "speed": confirmation.speed_miss_fraction}
         misses = [f"{name} {fraction:+.1%}" for name, fraction in fractions.items() if fraction is not None]

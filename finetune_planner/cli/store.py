@@ -9,6 +9,7 @@ import typer
 from finetune_planner.app import machine
 from finetune_planner.cli import options
 from finetune_planner.cli.output import print_json
+from planner.core.errors import EnvironmentProblem
 from planner.setup.outcome import Measurement
 
 store_app = typer.Typer(
@@ -41,6 +42,10 @@ def import_(
 def show(store: options.StorePath = None) -> None:
     """How much the store holds, and where it lies."""
     opened = machine.open_store(store)
+    if store is not None and not store.exists():
+        from probes.store import WHICH_STORE
+
+        raise EnvironmentProblem(f"no such file: {store}", hint=WHICH_STORE)
     records = opened.latest()
     models = Counter(record.model_id for record in records)
     measured = sum(isinstance(record.outcome, Measurement) for record in records)

@@ -96,6 +96,7 @@ def tune(
     request.fixed()  # what the flags alone contradict is said before anything is looked up
     if confirm_run and out is None:
         raise UsageError("--confirm-run runs a launch file", hint="add --out DIR")
+    options.no_partition_alone(how.slurm, how.partition)
     if how.slurm is not None and gpu == "local":
         raise UsageError("--slurm probes on a card that is not here", hint="name it: --gpu NAME")
     tuning = how.tuning(out=out, store=store, device=device, dry_run=not no_dry_run)

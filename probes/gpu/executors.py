@@ -179,8 +179,11 @@ class SubmititExecutor(Executor):
 
     Args:
         folder: where submitit keeps its scripts and logs; shared between the nodes.
-        cluster: "slurm", or "local" (child processes of this machine; what the tests use), None to detect.
+        cluster: "slurm", or "local" (child processes of this machine; what the tests use), None to detect one.
         parameters: handed to submitit's `update_parameters` ("slurm_partition", "gpus_per_node", ...).
+
+    Raises:
+        EnvironmentProblem: submitit is not installed, or there is no cluster here.
     """
 
     def __init__(
@@ -203,6 +206,11 @@ class SubmititExecutor(Executor):
         self._executor = submitit.AutoExecutor(
             folder=str(folder), cluster=cluster, slurm_python=python, local_python=python
         )
+        if cluster is None and self._executor.cluster == "local":  # submitit would run the jobs on this machine
+            raise EnvironmentProblem(
+                "no Slurm answers here: srun is not in PATH",
+                hint="call it on the cluster's login node, or leave --slurm out to probe on this machine",
+            )
         self._parameters = {"gpus_per_node": 1, "tasks_per_node": 1, "cpus_per_task": 4, **(parameters or {})}
         if self._executor.cluster == "local":
             self._parameters.pop("gpus_per_node")

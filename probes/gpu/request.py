@@ -56,7 +56,7 @@ class Limits:
     cpu_clock: str = "wall"
 
     def __post_init__(self) -> None:
-        if self.time_s <= 0 or self.measure_s <= 0:
+        if not (self.time_s > 0 and self.measure_s > 0):  # nor are they numbers at all (nan)
             raise UsageError(f"time limits must be above 0 s, got {self.time_s} and {self.measure_s}")
         if self.warmup_steps < 2:
             raise UsageError(f"warmup_steps must be at least 2, got {self.warmup_steps}")

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from finetune_planner.cli.app import run
+from finetune_planner.cli.probe import outcome_lines
 from planner.core.errors import EnvironmentProblem
-from planner.setup.outcome import FailureKind, ProbeFailure
+from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
+from probes.gpu.environment import read_environment
 from probes.gpu.request import ProbeRequest
 from probes.store import Store
 
@@ -56,7 +58,7 @@ def test_probe_measures_stores_and_then_answers_at_once(
     assert second["outcome"] == first["outcome"]
     assert len(Store(store).records()) == 1
     assert run([word for word in command if word != "--json=full"]) == 0
-    assert "median of" in capsys.readouterr().out
+    assert ", step " in capsys.readouterr().out
     assert run(["store", "show", "--store", str(store)]) == 0
     assert answer(capsys)["measurements"] == 1
     exported = tmp_path / "e.jsonl"
@@ -64,6 +66,36 @@ def test_probe_measures_stores_and_then_answers_at_once(
     capsys.readouterr()
     assert run(["store", "import", str(exported), "--store", str(tmp_path / "other.jsonl")]) == 0
     assert answer(capsys)["added"] == 1
+
+
+def test_a_store_that_is_not_there_costs_no_earlier_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept, typo = tmp_path / "e.jsonl", str(tmp_path / "typo.jsonl")
+    kept.write_text("what was exported before\n")
+    assert run(["store", "export", str(kept), "--store", typo]) == 3
+    assert kept.read_text() == "what was exported before\n"
+    assert run(["store", "show", "--store", typo]) == 3
+    assert capsys.readouterr().err.count("typo.jsonl") == 2
+
+
+def test_an_outcome_for_a_person_says_where_it_is_from_and_how_often_it_was_timed() -> None:
+    late = ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.TIMEOUT, message="no result within 15 s")
+    assert outcome_lines(late) == ["timeout: no result within 15 s"]
+    (line,) = outcome_lines(late, from_store=True)
+    assert "from the store; --again or a longer --limit" in line
+    once = Measurement(
+        level=Fidelity.PROBE,
+        peak_allocated_bytes=1,
+        peak_reserved_bytes=1,
+        peak_device_bytes=1,
+        phase_peaks_bytes={"backward": 2, "forward": 1},  # as the store sorts them
+        step_times_s=(0.5,),
+        tokens_per_step=32,
+        layers_measured=(2, 4),
+        environment=read_environment("cpu", None),
+    )
+    text = "\n".join(outcome_lines(once))
+    assert "(one step)" in text
+    assert text.index("forward") < text.index("backward")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what a machine without a GPU answers")
@@ -82,6 +114,8 @@ def test_probe_without_a_gpu_says_what_to_do(tiny: str, capsys: pytest.CaptureFi
         (["--device", "cpu", "--micro-batch", "0"], "micro-batch"),
         (["--device", "cpu", "--memory-gib", "-1"], "--memory-gib"),
         (["--device", "cpu", "--limit", "0"], "time limits"),
+        (["--device", "cpu", "--limit", "nan"], "time limits"),
+        (["--device", "cpu", "--partition", "gpu"], "--partition is for jobs"),
         (["--device", "cpu", "--method", "full", "--rank", "8"], "rank"),
     ],
 )

@@ -154,6 +154,13 @@ def test_missing_submitit_is_an_environment_problem(tmp_path: Path, monkeypatch:
         SubmititExecutor(tmp_path)
 
 
+def test_without_a_cluster_no_job_runs_here_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EnvironmentProblem, match="no Slurm answers here"):
+        SubmititExecutor(tmp_path / "jobs")
+
+
 # confirmation
 
 
@@ -192,6 +199,8 @@ def test_compare_holds_a_gpu_to_device_memory_and_speed(tmp_path: Path) -> None:
     with local(tmp_path) as executor:
         cpu = prober(tmp_path, executor)(TrainSetup())
     assert isinstance(cpu, Measurement)
+    with_workspaces = promise(peak_allocated_bytes=cpu.peak_allocated_bytes + 500, workspace_bytes=500)
+    assert compare(TrainSetup(), with_workspaces, cpu, budget_bytes=10_000).memory_miss_fraction == 0.0
     outcome = on_gpu(cpu)
     good = compare(TrainSetup(), promise(), outcome, budget_bytes=8_192)
     assert (good.kept, good.memory_miss_fraction, good.speed_miss_fraction) == (True, 0.0, 0.0)  # 2048 tokens in 0.5 s

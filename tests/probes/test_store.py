@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -433,6 +434,20 @@ def test_importing_a_file_that_no_store_wrote_is_an_error_and_leaves_nothing_bes
     ):
         Store(tmp_path / "s.jsonl").merge(readme)
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+def test_a_store_that_cannot_be_written_takes_nothing_in_and_says_how_to_bring_a_measurement_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    Store(tmp_path / "from.jsonl").append(record())
+    blocked = tmp_path / "from.jsonl" / "my store.jsonl"  # below a file, so that root cannot write it either
+    with pytest.raises(EnvironmentProblem, match="nothing was added"):
+        Store(blocked).merge(tmp_path / "from.jsonl")
+    assert not list((tmp_path / "tmp").rglob("*.jsonl"))
+    with pytest.warns(StoreWarning, match=re.escape(f"--store '{blocked}'`")):
+        Store(blocked).append(record())
 
 
 def test_a_store_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
