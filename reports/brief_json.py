@@ -194,10 +194,12 @@ class BriefNotChecked:
 
 @dataclass(frozen=True, kw_only=True)
 class BriefCard:
-    """One card: what is chosen on it in words, and what it costs; where nothing fits, what is missing."""
+    """One card: what is chosen on it in words, and what it costs; where nothing fits, what is missing. Of a job,
+    `samples_tokens_per_s` counts no padding, which `tokens_per_s` does."""
 
     gpu: str
     fits: bool
+    verdict: str
     memory_bytes: int
     missing_bytes: int
     peak_device_bytes: int
@@ -205,6 +207,7 @@ class BriefCard:
     usd_per_hour: float | None
     usd_per_million_tokens: float | None
     duration_s: float | None
+    samples_tokens_per_s: float | None
     cost_usd: float | None
     setup: str
 

@@ -287,6 +287,19 @@ def epoch_sentence(workload: Workload, candidate: Candidate) -> str:
     return f"{words} ({speed_mark(candidate.speed_evidence)})."
 
 
+def samples_speed_words(answers: Iterable[tuple[Workload, Candidate]]) -> str:
+    """What time and cost of a table's rows count, where that is not their tokens/s; "" where it is."""
+    with_data = [(workload, candidate) for workload, candidate in answers if workload.data.epoch_tokens]
+    shares = [useful_tokens_per_s(workload, candidate) / candidate.tokens_per_s for workload, candidate in with_data]
+    if not shares or max(abs(share - 1) for share in shares) <= SHARE_SHOWN:
+        return ""
+    least, most = percent(min(shares)), percent(max(shares))
+    between = least if least == most else f"{least} to {most}"
+    return (
+        f"tokens/s: of full rows, padding too; time and cost: of the samples' own tokens, {between} as many a second."
+    )
+
+
 def job_words(workload: Workload) -> str:
     """ "chats.jsonl, 3 epochs of 1.2 M tokens"; empty where nobody said how much is trained on."""
     tokens, epochs = workload.data.epoch_tokens, workload.epochs

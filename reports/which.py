@@ -19,7 +19,7 @@ from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.policy import KindChoice
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.targets import TargetChoice, as_fast, tokens_per_s
-from planner.planning.useful import cost_usd, job_s
+from planner.planning.useful import cost_usd, job_s, useful_tokens_per_s
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION
 from planner.setup.outcome import Candidate
@@ -37,6 +37,7 @@ from reports.text import (
     memory_marks,
     price_date,
     price_dates,
+    samples_speed_words,
     speed_band,
     speed_mark,
     speed_marks,
@@ -114,14 +115,18 @@ def which_gpu_sentences(choices: Sequence[GpuChoice]) -> list[str]:
             (choice.answer for choice in choices if isinstance(choice.answer, NoPlan)), key=lambda no: no.missing_bytes
         )
         return [f"No card fits. Nearest: {nearest.workload.gpu.name}, {gib(nearest.missing_bytes)} missing."]
-    smallest = min(fitting, key=lambda choice: (choice.answer.workload.memory_bytes, choice.speed_place or 0))
-    fastest = next(choice for choice in fitting if choice.speed_place == 1)
+    sure = [choice for choice in fitting if choice.answer.subject.verdict == "fits"]
+    tight = f", {len(fitting) - len(sure)} of them may run out of memory" if len(sure) < len(fitting) else ""
+    named = sure or fitting  # as a plan takes what surely fits before what only may
+    smallest = min(named, key=lambda choice: (choice.answer.workload.memory_bytes, choice.speed_place or 0))
+    fastest = min(named, key=lambda choice: choice.speed_place or 0)
     sentences = [
-        f"{len(fitting)} of {len(choices)} cards fit.",
+        f"{len(fitting)} of {len(choices)} cards fit{tight}.",
         f"Smallest: {_words(smallest)}.",
         f"Fastest: {_words(fastest)}.",
     ]
-    cheapest = next((choice for choice in fitting if choice.cost_place == 1), None)
+    priced = [choice for choice in named if choice.cost_place is not None]
+    cheapest = min(priced, key=lambda choice: choice.cost_place or 0, default=None)
     if cheapest is not None:
         sentences.append(f"Cheapest for the work: {_words(cheapest)}.")
     return sentences
@@ -132,6 +137,7 @@ def _words(choice: GpuChoice) -> str:
     chosen, workload, duration_s = choice.answer.chosen, choice.answer.workload, choice.duration_s
     speed = f"{chosen.tokens_per_s:,.0f} tokens/s ({speed_mark(chosen.speed_evidence)})"
     words = [f"{clean(choice.gpu.name)} ({gib(workload.memory_bytes)})", speed]
+    words += ["may run out of memory"] if chosen.verdict != "fits" else []
     if duration_s is None:
         words += [] if choice.cost_usd is None else [f"${choice.cost_usd:,.3f} per million tokens"]
         return joined(words)
@@ -177,12 +183,16 @@ class GpusSheet(Sheet):
             f"{what if by_method else ''}{'' if job else '$/M: US dollars per million tokens. '}Peaks: {marks or '-'}."
         )
         if by_method:
-            words += " full, LoRA, QLoRA: tokens/s of the method's fastest setup that fits."
+            words += " full, LoRA, QLoRA (base or experts of 4 bits): tokens/s of the fastest that the plan compared"
+            several = choices[0].answer.workload.num_gpus > 1
+            words += "; of several GPUs --method plans one that it did not need." if several else "."
         elif any(isinstance(choice.answer, Plan) and choice.answer.chosen.verdict != "fits" for choice in choices):
             words += f" {TIGHT_MARK}: may run out of memory."
         if not setups and not all(choice.fits for choice in choices):
             words += " +: memory that is missing."
         page.line(words, style="dim")
+        if note := self._samples_speed():
+            page.line(note, style="dim")
         missing = [choice for choice in choices if isinstance(choice.answer, Plan) and choice.cost_place is None]
         if missing:
             page.line(f"{len(missing)} {plural(len(missing), 'card')} without a known price.", style="dim")
@@ -194,7 +204,7 @@ class GpusSheet(Sheet):
     def markdown(self) -> str:
         table = markdown_table(*_gpus_table(self.choices, by_method=True, setups=True))
         title = which_gpu_title(self.choices[0].answer.workload)
-        return document(title, bullets(which_gpu_sentences(self.choices)), table)
+        return document(title, bullets(which_gpu_sentences(self.choices)), table, escape(self._samples_speed()))
 
     def document(self) -> dict[str, Any]:
         workload = self.choices[0].answer.workload
@@ -209,6 +219,10 @@ class GpusSheet(Sheet):
             "cards": list(map(_gpu_json, self.choices)),
         }
 
+    def _samples_speed(self) -> str:
+        plans = (choice.answer for choice in self.choices if isinstance(choice.answer, Plan))
+        return samples_speed_words((plan.workload, plan.chosen) for plan in plans)
+
 
 def _gpu_json(choice: GpuChoice) -> dict[str, Any]:
     answer, chosen = choice.answer, choice.answer.subject
@@ -216,6 +230,7 @@ def _gpu_json(choice: GpuChoice) -> dict[str, Any]:
         "gpu": choice.gpu.key,
         "memory_bytes": answer.workload.memory_bytes,
         "fits": choice.fits,
+        "verdict": chosen.verdict,
         "missing_bytes": 0 if isinstance(answer, Plan) else answer.missing_bytes,
         "tokens_per_s": chosen.tokens_per_s if choice.fits else None,
         "speed_place": choice.speed_place,
@@ -224,6 +239,7 @@ def _gpu_json(choice: GpuChoice) -> dict[str, Any]:
         "price_date": price_date(answer.workload) or None,
         "usd_per_million_tokens": cost_per_million(answer),
         "duration_s": choice.duration_s,
+        "samples_tokens_per_s": useful_tokens_per_s(answer.workload, chosen) if choice.duration_s else None,
         "cost_usd": None if choice.duration_s is None else choice.cost_usd,
         "cost_place": choice.cost_place,
         "candidate": candidate_to_dict(chosen, answer.workload.model.model_id, choice.gpu.key),

@@ -11,6 +11,7 @@ from planner.core.units import count, gib, seconds
 from planner.models.spec import ModelSpec
 from planner.planning.clusters import ClusterOption, Limits, cheapest, fastest, nearest, smallest
 from planner.planning.decision.node import Node
+from planner.planning.useful import useful_tokens_per_s
 from planner.setup.interchange import SCHEMA_VERSION, setup_to_dict
 from reports.command import request_words
 from reports.markdown import bullets, document, escape
@@ -18,16 +19,18 @@ from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
 from reports.plain import clean, joined, plural
 from reports.setup_text import gpus_words, layout_words
-from reports.text import dollars, price_dates, speed_marks
+from reports.text import dollars, price_dates, samples_speed_words, speed_marks
 
 MAX_ROWS = 20
 
 
 def assumptions(options: Sequence[ClusterOption]) -> tuple[str, ...]:
     """What the figures take for granted."""
+    note = samples_speed_words((option.workload, option.candidate) for option in options)
     prices = joined(("Prices", price_dates(option.workload for option in options), "are indicative"), " ")
     return (
         "Times are training alone: loading, evaluation, saving and failures are not counted.",
+        *([note] if note else []),
         f"{prices}: within one node the median of what providers ask for one GPU; --price sets your own.",
         "GPUs of one node talk over NVLink where the card has it, else over PCIe. Several nodes are one provider's "
         "offer: its network and its price (the median one); a card that nobody is known to offer so is taken in one "
@@ -213,6 +216,7 @@ def _as_json(option: ClusterOption) -> dict[str, Any]:
         "usd_per_gpu_hour": option.workload.price_per_hour,
         "price_source": option.workload.price_source or None,
         "tokens_per_s": option.candidate.tokens_per_s,
+        "samples_tokens_per_s": useful_tokens_per_s(option.workload, option.candidate),
         "time_band_fraction": formula.time_band_fraction,
         "peak_device_bytes": formula.peak_device_bytes,
         "budget_bytes": option.candidate.budget_bytes,

@@ -63,6 +63,21 @@ def test_which_gpu_when_nothing_fits_names_the_nearest() -> None:
     assert sentence.startswith("No card fits. Nearest: T4")
 
 
+def test_which_gpu_names_a_card_that_surely_fits_before_one_that_may() -> None:
+    plans = [answer for answer in answers() if isinstance(answer, Plan)]
+    plans.sort(key=lambda plan: plan.workload.memory_bytes)
+    tight = [
+        replace(plan, chosen=replace(plan.chosen, budget_bytes=plan.chosen.formula.peak_device_bytes + 1))
+        for plan in plans
+    ]
+    few, smallest, *_ = which_gpu_sentences(rank_gpus([tight[0], *plans[1:]]))
+    assert few == "3 of 3 cards fit, 1 of them may run out of memory."
+    assert smallest.startswith("Smallest: L40S")
+    _, *named = which_gpu_sentences(rank_gpus(tight))
+    assert all("may run out of memory" in words for words in named)
+    assert named[0].startswith("Smallest: RTX 4090")
+
+
 def test_cost_per_million_is_price_over_speed() -> None:
     plan = make_plan(make_workload(price_per_hour=0.69))
     cost = cost_per_million(plan)

@@ -146,6 +146,7 @@ def test_which_gpu_gives_the_time_and_the_cost_of_a_data_set(app: typer.Typer, t
     plan = plan_workload(workload)
     assert card["duration_s"] == pytest.approx(job_s(workload, plan.chosen))
     assert card["duration_s"] != pytest.approx(workload.epochs * lengths.epoch_tokens / card["tokens_per_s"])  # padding
+    assert card["duration_s"] == pytest.approx(workload.epochs * lengths.epoch_tokens / card["samples_tokens_per_s"])
     assert card["cost_usd"] == pytest.approx(card["duration_s"] / 3600 * card["usd_per_hour"])
     assert card["price_date"][:5] == "2026-"
     assert card["price_date"] in card["price_source"]
@@ -155,6 +156,7 @@ def test_which_gpu_gives_the_time_and_the_cost_of_a_data_set(app: typer.Typer, t
     shown = call(app, *words).stdout
     assert f"chats.jsonl, {workload.epochs:g} epochs" in " ".join(shown.split())
     assert "cards without a known price" in shown
+    assert "time and cost: of the samples' own tokens" in " ".join(shown.split())
     assert "Prices of 2026-" in shown
 
 
