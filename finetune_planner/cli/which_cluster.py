@@ -19,7 +19,7 @@ from finetune_planner.cli.request_options import DataOptions, JobOptions, Reques
 from finetune_planner.cli.setup_flags import MAX_GPUS, takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, UsageError
 from planner.core.records import dataclass
-from planner.hardware.cluster import GPUS_PER_NODE, known_link, links, make_cluster
+from planner.hardware.cluster import known_link, links, make_cluster, most_per_node
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.hardware.prices import cluster_offer, keys_on_demand
@@ -168,14 +168,14 @@ def _jobs(
     """Every method on every number of a card, up to the first that contradicts the options."""
     for number in numbers:
         link = interconnect if number > 1 else None
-        if number > GPUS_PER_NODE and interconnect is None:
+        if number > most_per_node(card) and interconnect is None:
             offer = cluster_offer(card.key, spot=request.spot)
             if offer is None:  # nobody is known to rent several machines of it with a network between them
                 return
             link = offer.network
         try:
             options.check_vendor(card, number)
-            cluster = make_cluster(card, number, interconnect=_links(link, number))
+            cluster = make_cluster(card, number, interconnect=_links(link, number, most_per_node(card)))
             for method in request.fixed.get("method", METHODS):
                 of_method = replace(request, fixed={**request.fixed, "method": (method,)})
                 yield Job(workload=of_method.workload(spec, card, cluster if number > 1 else None), cluster=cluster)
@@ -203,9 +203,9 @@ def _options(jobs: Sequence[Job | UsageError], limits: Limits, *, every: bool) -
     return [outcome for outcome in outcomes if isinstance(outcome, ClusterOption)]
 
 
-def _links(interconnect: str | None, number: int) -> str | None:
+def _links(interconnect: str | None, number: int, most: int) -> str | None:
     """The links that a cluster of this size has: none between nodes where there is one node."""
-    if interconnect is None or number > GPUS_PER_NODE:
+    if interconnect is None or number > most:
         return interconnect
     network = {key for key, link in links().items() if link.kind == "network"}
     parts = [part for part in interconnect.lower().split("+") if part.strip() not in network]

@@ -15,6 +15,9 @@ from planner.hardware.gpu import GpuSpec
 _PATH = DATA / "links.csv"
 GPUS_PER_NODE = 8
 """Most that one node is taken to hold when the user does not say."""
+GB10_NETWORK = "roce-200"
+"""Of a DGX Spark: one ConnectX-7 of 200 Gbit/s, over Ethernet alone. Source: servethehome.com, "The NVIDIA GB10
+ConnectX-7 200GbE Networking is Really Different" (160 to 198 Gbit/s measured)."""
 NVLINK_LATENCY_S = 3e-6
 _NDR_NODES = (
     "h100-sxm", "h100-sxm-94gb", "h100-sxm-96gb", "h200", "h20", "h20-141gb", "b200", "b300",
@@ -109,7 +112,7 @@ def make_cluster(
 
     Args:
         num_gpus: of the whole job.
-        num_nodes: default: as few as hold the GPUs, at most eight in each.
+        num_nodes: default: as few as hold the GPUs (`most_per_node`).
         interconnect: "nvlink" or "pcie" (within a node), a key of the table (between nodes), or two joined by "+"
             ("pcie+ethernet-25"). Default: NVLink where the card has it and more than a pair is connected, else PCIe;
             between nodes `default_network`.
@@ -119,7 +122,7 @@ def make_cluster(
     """
     if num_gpus < 1:
         raise UsageError(f"--gpus must be at least 1, got {num_gpus}", hint="give --gpus a positive whole number")
-    nodes = num_nodes if num_nodes is not None else max(1, -(-num_gpus // GPUS_PER_NODE))
+    nodes = num_nodes if num_nodes is not None else max(1, -(-num_gpus // most_per_node(gpu)))
     if nodes < 1 or num_gpus % nodes:
         raise UsageError(
             f"{num_gpus} GPUs cannot be spread evenly over {nodes} nodes",
@@ -140,9 +143,16 @@ def make_cluster(
     return Cluster(gpu=gpu, num_gpus=num_gpus, num_nodes=nodes, within=within, between=between)
 
 
+def most_per_node(gpu: GpuSpec) -> int:
+    """Most GPUs that a machine is taken to hold."""
+    return 1 if gpu.shares_host_memory else GPUS_PER_NODE
+
+
 def default_network(gpu: GpuSpec) -> str:
     """The link between nodes when the user does not say, stated in the plan: what an eight-GPU node of the card has,
-    else one of A100s."""
+    else one of A100s; between machines whose memory is the GPU's, a DGX Spark's or usual Ethernet."""
+    if gpu.shares_host_memory:
+        return GB10_NETWORK if gpu.key == "gb10" else "ethernet-10"
     return "ib-3200" if gpu.key in _NDR_NODES else "ib-1600"
 
 

@@ -4,6 +4,16 @@ from dataclasses import field
 
 from planner.core.records import dataclass
 
+GRACE_BYTES = {
+    "NVIDIA GH200 480GB": 480 * 10**9,
+    "NVIDIA GH200 144G HBM3e": 480 * 10**9,
+    "NVIDIA GB200": 240 * 10**9,
+    "NVIDIA GB300": 240 * 10**9,
+}
+"""Name by the driver -> LPDDR5X of the Grace CPU for each GPU: 480 GB for one Hopper or two Blackwells at most.
+
+Source: NVIDIA's pages of GH200 ("up to 480 GB") and GB200 NVL72, GB300 NVL72 (17 TB for 72 GPUs)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuSpec:
@@ -66,8 +76,14 @@ class GpuSpec:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of the CPU on a superchip that is named by it (GH200 480GB); 0 of other cards."""
-        return 480 * 10**9 if self.driver_name == "NVIDIA GH200 480GB" else 0
+        """A GPU's share of the CPU's memory on a superchip; 0 of other cards."""
+        return GRACE_BYTES.get(self.driver_name, 0)
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether the system's memory is its own, so that nothing is offloaded, and a machine has one of it (DGX Spark,
+        Jetson, Apple, Ryzen AI Max)."""
+        return self.vendor == "Apple" or "shared with the host" in self.note
 
     @property
     def is_built_in(self) -> bool:

@@ -29,7 +29,7 @@ from planner.planning.decision.choosing import choose, choose_alone
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
 from planner.planning.decision.node import Node, node_of_setup
 from planner.planning.decision.policy import compile_s, job_notes
-from planner.planning.decision.results import WalkResults, merged
+from planner.planning.decision.results import SHARED_MEMORY, WalkResults, merged
 from planner.planning.decision.tree import SingleGpuAnswer, answers, kernels_words, preferred_nodes
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
 from planner.planning.groups import WalkCache
@@ -198,6 +198,8 @@ def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], resu
 def _nothing_to_walk(workload: Workload, results: WalkResults) -> UsageError:
     contradicted = _contradiction(dimension_values(workload))
     if workload.num_gpus == 1:
+        if results.too_large_for_hosts and workload.gpu.shares_host_memory:
+            return UsageError(f"{workload.gpu.name}: {SHARED_MEMORY}", hint="leave --offload out")
         if results.too_large_for_hosts:
             least, room = min(results.too_large_for_hosts.values()), gib(assumed_host_bytes(workload))
             there = f"{gib(least)} of states would lie there, at most {room} may"

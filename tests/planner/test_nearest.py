@@ -47,6 +47,19 @@ def test_a_superchip_is_known_to_have_its_hosts_memory() -> None:
     assert planned(workload, explained=False).chosen.setup.offload == "parameters"
 
 
+def test_memory_that_is_the_hosts_too_takes_nothing_off_the_gpu() -> None:
+    """A DGX Spark's 128 GB are all that it has, and eight of them are eight machines."""
+    spark = find_gpu("gb10")
+    assert make_cluster(spark, 8).num_nodes == 8
+    arguments = {"cluster": make_cluster(spark, 2), "fixed": {"method": ("full",)}}
+    refused = refusal_of(plan_request("Qwen/Qwen2.5-32B", "gb10", **arguments))
+    assert not any("host" in remedy.action for remedy in refused.remedies)
+    assert refused.nearest.setup.offload == "none"
+    whole = {"method": ("full",), "offload": ("optimizer",)}
+    with pytest.raises(UsageError, match="the host's memory is the GPU's own"):
+        plan_workload(plan_request(LLAMA, "gb10", fixed=whole, host_gib=512))
+
+
 def test_the_smallest_host_of_several_gpus() -> None:
     """Before: the host of the first spread looked at, 134.6 GiB."""
     arguments = {"fixed": {"method": ("full",)}, "cluster": make_cluster(find_gpu("rtx-4090"), 2)}

@@ -263,7 +263,7 @@ def test_what_would_help_keeps_clear_of_what_a_dry_run_found_beyond_the_formula(
 
 def test_a_roomier_card_saves_what_it_has_more() -> None:
     request = workload("t4")
-    remedy, *_ = remedies._larger_gpu(request, SimpleNamespace(setup=TrainSetup(method="full", lora_rank=0)))
+    remedy, *_ = remedies._larger_gpu(request, [(request, TrainSetup(method="full", lora_rank=0))])
     larger = find_gpu(remedy.action.removeprefix("--gpu "))
     assert remedy.saves_bytes == larger.memory_bytes - request.memory_bytes > 0
 
@@ -282,9 +282,11 @@ def test_why_the_global_batch_is_cut_so(steps: int, larger: bool, words: str) ->
 def test_a_card_that_is_advised_for_a_node_is_one_that_nodes_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """A DGX Spark has the memory that is missing, and no second one beside it."""
     monkeypatch.setattr(remedies, "device_peak_bytes", lambda *_: 100 << 30)
-    nearest: Any = SimpleNamespace(setup=TrainSetup())
     one = workload("h100-sxm")
     eight = replace(one, cluster=make_cluster(one.gpu, 8))
-    named = [[remedy.action for remedy in remedies._larger_gpu(request, nearest)] for request in (one, eight)]
+    named = [
+        [remedy.action for remedy in remedies._larger_gpu(request, [(request, TrainSetup())])]
+        for request in (one, eight)
+    ]
     assert named[0][0] == "--gpu gb10"
     assert named[1] == ["--gpu h200-nvl"]

@@ -69,7 +69,9 @@ def host_gib(states_bytes: int) -> int:
 
 
 def assumed_host_bytes(workload: Workload) -> int:
-    """Host memory that states may take on a node of this workload."""
+    """Host memory that states may take on a node of this workload; 0 where it is the GPU's own."""
+    if workload.gpu.shares_host_memory:
+        return 0
     if workload.host_bytes:
         return int(HOST_SHARE * workload.host_bytes)
     per_node = workload.cluster.gpus_per_node if workload.cluster is not None else 1

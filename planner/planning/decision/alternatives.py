@@ -263,7 +263,7 @@ def _remedies(
     yield from _smaller_images(workload, nearest)
     if workload.num_gpus > 1:
         yield from _more_gpus(workload, nearest)
-        yield from _larger_host(results)
+        yield from _larger_host(workload, results)
     yield from _larger_gpu(workload, [(workload, nearest.setup), *other_forms])
     # The largest catalogue model of the same type that fits with this setup, of the same maker where it has one.
     smaller: list[tuple[bool, int, str, str]] = []
@@ -397,7 +397,7 @@ def in_backward(workload: Workload, peak_device_bytes: int) -> Iterator[Remedy]:
 def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """What fits with the least of it in the memory of one GPU's host: in one as large as is known or usual, else in the
     smallest."""
-    if workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed) or workload.gpu.vendor == "Apple":
+    if workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed) or workload.gpu.shares_host_memory:
         return
     from planner.memory.engines.host import HOST_SHARE, assumed_host_bytes, host_bytes_per_node, host_gib
 
@@ -424,6 +424,8 @@ def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
 def _streamed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """A mixture with its experts in 4 bits in the memory of a larger host than is known of."""
     if workload.num_gpus > 1 or workload.targets or not has_expert_stacks(workload.model):
+        return
+    if workload.gpu.shares_host_memory:
         return
     if {"quantize_experts", "offload"} & set(workload.fixed):
         return
@@ -463,8 +465,8 @@ def _more_gpus(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
             return
 
 
-def _larger_host(results: WalkResults) -> Iterator[Remedy]:
-    if not results.too_large_for_hosts:
+def _larger_host(workload: Workload, results: WalkResults) -> Iterator[Remedy]:
+    if not results.too_large_for_hosts or workload.gpu.shares_host_memory:
         return
     from planner.memory.engines.host import host_gib  # seldom needed
 
@@ -480,14 +482,14 @@ def _larger_gpu(workload: Workload, forms: Sequence[tuple[Workload, TrainSetup]]
 
     share, rented = workload.headroom_bytes / workload.memory_bytes, []
 
-    def holding(gpu: GpuSpec) -> Iterator[tuple[Workload, Candidate]]:
+    def holding(gpu: GpuSpec) -> Iterator[tuple[Workload, TrainSetup]]:
         for form, setup in forms:
             if device_peak_bytes(form.model, gpu, setup) > gpu.memory_bytes * (1 - share):
                 continue
             price = price_per_hour(gpu.key)
             there = replace(form, gpu=gpu, memory_bytes=gpu.memory_bytes, price_per_hour=price and price[0])
             if pinned_bytes(form.model, setup) <= assumed_host_bytes(there):
-                yield there, candidate(there, setup)
+                yield there, setup
 
     for version in [gpu for gpu in larger_versions(workload.gpu) if any(holding(gpu))][:1]:
         yield Remedy(f"--gpu {version.key}", version.memory_bytes - workload.memory_bytes)
@@ -504,7 +506,8 @@ def _larger_gpu(workload: Workload, forms: Sequence[tuple[Workload, TrainSetup]]
             yield Remedy(f"--gpu {gpu.key}", saved)
             first = False
         if workload.num_gpus == 1 and (price := price_per_hour(gpu.key)) is not None:
-            for there, option in options:
+            for there, setup in options:
+                option = candidate(there, setup)
                 step_s = option.formula.step_time_s or 0.0
                 rented.append((step_s * price[0] / 3600, gpu.key, price, saved, job_s(there, option)))
     if rented:

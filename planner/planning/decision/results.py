@@ -235,6 +235,10 @@ LAYOUT_GAIN_FRACTION = PREFERENCE_FRACTION
 """A less simple spread replaces its equal (precision, optimizer) only where it is predicted so much faster."""
 
 
+SHARED_MEMORY = "the host's memory is the GPU's own: nothing is offloaded"
+"""Why a DGX Spark, a Jetson, ... has no setup with states on the host."""
+
+
 @dataclass(slots=True)
 class WalkResults:
     """Results of every (layout, node) walked so far.
@@ -339,7 +343,7 @@ def add_layouts(
     points: Iterable[WalkedSetup] = walk(
         workload, values, chosen, results.cache, limits.fitting_bytes, limits.surely_fitting_bytes
     )
-    limited = workload.host_bytes or "offload" not in workload.fixed
+    limited = workload.host_bytes or workload.gpu.shares_host_memory or "offload" not in workload.fixed
     if limited and any(layout.stage == "offload" for layout in chosen):
         points = _within_host_memory(workload, results, points)
     collect_into(_corrected(points, limits) if corrections else points, limits, results.of)
@@ -366,9 +370,8 @@ def _within_host_memory(
         key = layout_key(point.shared)
         results.too_large_for_hosts[key] = min(need, results.too_large_for_hosts.get(key, need))
         there = f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)}"
-        results.refused.setdefault(
-            (key, node_of_setup(point.shared)), f"{there} (--host-memory says how much yours has)"
-        )
+        reason = f"{there} (--host-memory says how much yours has)" if limit else SHARED_MEMORY
+        results.refused.setdefault((key, node_of_setup(point.shared)), reason)
 
 
 def _note_refusals(
