@@ -54,7 +54,12 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
         raise SetupError(f"a setup must be an object, got {type(values).__name__}")
     unknown = sorted(set(map(str, values)) - set(FIELDS))
     if unknown:
-        raise SetupError(f"unknown setup key {unknown[0]!r:.80}", hint=f"known keys: {', '.join(FIELDS)}")
+        from planner.core.close import close_names  # late: only for a mistake
+
+        within = [name for name in FIELDS if unknown[0] in name or name in unknown[0]]
+        close = close_names(unknown[0], within, cutoff=0.4) or close_names(unknown[0], FIELDS)
+        hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(FIELDS)}"
+        raise SetupError(f"unknown setup key {unknown[0]!r:.80}", hint=hint)
     clean = dict(values)
     # what the method, the objective and the adapter bring along
     method = clean.get("method", "lora")

@@ -74,3 +74,13 @@ def test_no_record_of_a_setup_has_more_than_eight_fields() -> None:
     assert len(records) == 10
     assert all(len(fields(record)) <= 8 for record in records)
     assert sum(len(fields(record)) for record in records) == len(fields(TrainSetup))
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("micro_batch", "micro_batch_seqs"), ("seq_len", "seq_len_tokens"), ("gradient_checkpointing", "checkpointing")],
+)
+def test_a_key_that_almost_names_a_field_is_told_which(key: str, meant: str) -> None:
+    with pytest.raises(SetupError, match="unknown setup key") as caught:
+        setup_from_dict({key: 1})
+    assert caught.value.hint == f"did you mean {meant}?"
