@@ -20,7 +20,7 @@ from search.dimensions import key_of, value_of
 from search.problem import Evaluate, Problem, Result, TransferObservation, memory_excess, pareto_set, with_evidence
 from search.sampler import Posterior, ResidualSampler, Sampler
 from search.stopping import MARGIN, Budget, converged
-from search.storage import close_storage, first_line, open_storage
+from search.storage import GRACE_S, close_storage, first_line, open_storage, place, what_to_do
 from search.study import Study, TrialRecord, describe_problem, still_excluded
 
 MAX_ASKS = 3
@@ -116,7 +116,9 @@ def make_sampler(name: str) -> Sampler:
 
 
 POLL_S = 0.2
-GO_ON = "what was measured is in the store of measurements: once it is mended, call it again to go on"
+GO_ON = "once it is mended, call it again to go on with what the store of measurements holds"
+ELSEWHERE = "waiting for a trial that another planner holds"
+TAKEN_OVER = f"it is taken over {GRACE_S} s after that planner's last sign"
 MAX_RECORDED_EXCLUSIONS = 20
 """Of the candidates that the formula excludes, the fastest this many become trials, and of those that no probe here
 runs as many; the number of all is recorded."""
@@ -181,6 +183,7 @@ def search(
     check: Check | None = None,
     transfer: Sequence[TransferObservation] = (),
     on_trial: Callable[[TrialRecord, Posterior], None] | None = None,
+    on_wait: Callable[[str, float], None] = lambda text, waited_s: None,
 ) -> SearchResult:
     """The best candidate that fits, in few probes; resumes the study that it finds in `storage`.
 
@@ -196,6 +199,7 @@ def search(
         check: the dry run, before each probe.
         transfer: what earlier searches learned on this GPU.
         on_trial: called after each trial that this worker finished.
+        on_wait: told what this worker waits for, and for how many seconds, as long as it does.
 
     Raises:
         UsageError: the study holds another objective, or an argument makes no sense.
@@ -207,12 +211,15 @@ def search(
         study = Study(problem, opened, study_name)
         study.rescue()  # before anything is enqueued: what a dead worker left is tried first
         worker.begin(study, plan)
-        for record in worker.trials(study):
+        for record in worker.trials(study, on_wait):
             if on_trial is not None:
                 on_trial(record, worker.posterior)
         return worker.result(study)
     except StorageInternalError as error:
-        raise EnvironmentProblem(f"the study's storage does not work: {first_line(error)}", hint=GO_ON) from error
+        where = place(storage)
+        raise EnvironmentProblem(
+            f"the study's storage {where} does not work: {first_line(error)}", hint=what_to_do(error, where, GO_ON)
+        ) from error
     finally:
         close_storage(opened)
 
@@ -265,17 +272,21 @@ class _Worker:
                 study.enqueue(problem.candidates[index], origin)
         study.exclude(self._excluded)
 
-    def trials(self, study: Study) -> Iterator[TrialRecord]:
+    def trials(self, study: Study, on_wait: Callable[[str, float], None]) -> Iterator[TrialRecord]:
         """Claims and works one trial after another, until there is a reason to stop; each as it ended, but those that
         others gave up for lost meanwhile: their measurement is in the store."""
+        waits_since: float | None = None
         while not self._reason:
             study.rescue()
             claimed = self.next(study)
             if isinstance(claimed, str):
                 self._reason = claimed
             elif claimed is None:
+                waits_since = time.monotonic() if waits_since is None else waits_since
+                on_wait(f"{ELSEWHERE}; {TAKEN_OVER}", time.monotonic() - waits_since)
                 time.sleep(POLL_S)
             else:
+                waits_since = None
                 number, setup = claimed
                 with study.keep_alive(number):
                     self.work(study, number, setup)
@@ -308,7 +319,7 @@ class _Worker:
             num_probes=len(durations_s), elapsed_s=time.monotonic() - self._started, durations_s=durations_s
         )
         if spent:
-            return spent
+            return f"{spent}, {ELSEWHERE}; {TAKEN_OVER}" if running else spent
         claimed = study.claim(self._budget.max_probes)
         if claimed is not None:
             return claimed

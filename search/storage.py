@@ -48,7 +48,7 @@ def open_storage(target: str | Path | None) -> BaseStorage:
         # a folder from a stranger may hold a link to a file of one's own, or a pipe that hangs whoever opens it
         if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
             raise EnvironmentProblem(f"{path} is not a regular file", hint="give another --storage, or move it away")
-        return _database("sqlite", "sqlite", f"/{path}")
+        return _database("sqlite", "sqlite", f"/{path}", str(path))
     scheme, _, rest = text.partition("://")
     kind = scheme.partition("+")[0]
     if kind not in ("sqlite", "postgresql", "postgres", "mysql"):
@@ -56,7 +56,7 @@ def open_storage(target: str | Path | None) -> BaseStorage:
             f"storage must be a directory or a URL of sqlite, postgresql or mysql; got {shown(text)!r}",
             hint="for example --storage postgresql://user@host/database",
         )
-    return _database(kind, scheme, rest)
+    return _database(kind, scheme, rest, shown(text))
 
 
 def shown(url: str) -> str:
@@ -75,7 +75,24 @@ def first_line(error: BaseException) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _database(kind: str, scheme: str, rest: str) -> BaseStorage:
+def place(target: str | Path | None) -> str:
+    """Where a study of `open_storage` lies, for a person."""
+    return shown(str(target)) if "://" in str(target) else str(Path(target or ".").absolute() / STUDY_NAME)
+
+
+def what_to_do(error: BaseException, where: str, otherwise: str) -> str:
+    """How a storage that does not work is mended."""
+    reason = first_line(error)
+    if _damaged(error):
+        return f"move {where} away: the next call makes a new study and takes what the store of measurements holds"
+    return "free some disk space, then call it again" if "disk is full" in reason else otherwise
+
+
+def _damaged(error: BaseException) -> bool:
+    return any(words in first_line(error) for words in ("image is malformed", "not a database"))
+
+
+def _database(kind: str, scheme: str, rest: str, where: str) -> BaseStorage:
     import sqlalchemy.exc
 
     problem: Exception = RuntimeError("not tried")
@@ -99,7 +116,8 @@ def _database(kind: str, scheme: str, rest: str) -> BaseStorage:
             ) from error
         except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
             problem = error
-            if isinstance(error, sqlalchemy.exc.OperationalError) and "already exists" not in str(error):
+            final = isinstance(error, sqlalchemy.exc.OperationalError) and "already exists" not in str(error)
+            if final or _damaged(error):
                 break
             # Workers that start at once on an empty database create the same tables; all but one must come again.
             time.sleep(random.uniform(0.1, 0.4) * (attempt + 1))
@@ -108,7 +126,8 @@ def _database(kind: str, scheme: str, rest: str) -> BaseStorage:
             _lock_whole_transactions(database.engine)
         return database
     raise EnvironmentProblem(
-        f"the {kind} storage does not answer: {first_line(problem)}", hint="check the URL"
+        f"the study's storage {where} does not answer: {first_line(problem)}",
+        hint=what_to_do(problem, where, "can the file be read and written?" if kind == "sqlite" else "check the URL"),
     ) from problem
 
 

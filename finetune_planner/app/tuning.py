@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune_planner.app import machine
 from finetune_planner.app.history import history_of
 from finetune_planner.app.progress import ProgressLine, say
-from finetune_planner.app.time_left import TimeIsUp, cpu_flops_per_s, least_probe_s, until
+from finetune_planner.app.time_left import TimeIsUp, cpu_flops_per_s, ended_by_scheduler, least_probe_s, until
 from planner import __version__
 from planner.core.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.core.notes import measured
@@ -361,7 +361,7 @@ def tune_plan(
     line.say(f"searching among {len(problem.candidates):,} setups")
     least_s = _least_s(workload, how, line, plan.chosen.setup) if evaluate is None else lambda setup: 0.0
     rehearsed = how.rehearses and evaluate is None
-    with ExitStack() as stack:
+    with ended_by_scheduler(), ExitStack() as stack:
         if evaluate is None:
             evaluate = prober = stack.enter_context(_prober(workload, how, line, least_s))
             problem = replace(problem, conditions=prober.conditions(plan.chosen.setup))
@@ -376,6 +376,7 @@ def tune_plan(
             check=partial(_dry_run, workload, line, how.ends_at, least_s) if how.dry_runs() else None,
             transfer=learned.transfer(),
             on_trial=lambda record, posterior: line.advance(trial_line(record)),
+            on_wait=line.event,
         )
     line.close()
     learned.keep(result.candidates, line)

@@ -31,8 +31,8 @@ from search.dimensions import key_of
 from search.problem import Problem
 from search.run import MAX_RECORDED_EXCLUSIONS, SAMPLERS, Strategy, search
 from search.stopping import Budget
-from search.storage import MAX_RETRIES, close_storage
-from search.study import TrialRecord
+from search.storage import MAX_RETRIES, close_storage, open_storage
+from search.study import Study, TrialRecord
 from tests.whole import WHOLE
 
 FEW = Budget(max_probes=4)
@@ -188,6 +188,30 @@ def test_a_worker_whose_trial_was_given_up_for_lost_goes_on(tmp_path: Path) -> N
     assert result.best is not None
     assert taken[0].number not in shown
     assert shown
+
+
+def test_a_trial_that_another_planner_holds_is_told_as_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("search.run.POLL_S", 0.0)
+    storage, candidate = open_storage(empty_study(tmp_path)), problem().candidates[0]
+    other = Study(problem(), storage, "plan")
+    other.enqueue(candidate, "plan")
+    claimed = other.claim()
+    assert claimed is not None
+    measure, told = truth(small_candidates()), []
+
+    def on_wait(text: str, waited_s: float) -> None:
+        told.append(text)
+        assert other.tell(claimed[0], exact(candidate))
+
+    late = search(problem(), measure, storage=tmp_path, budget=Budget(max_probes=1, seconds=0.0))
+    assert "is spent, waiting for a trial that another planner holds; it is taken over 60 s" in late.reason
+    result = search(problem(), measure, storage=tmp_path, budget=Budget(max_probes=1), on_wait=on_wait)
+    close_storage(storage)
+    assert [text.partition(";")[0] for text in told] == ["waiting for a trial that another planner holds"]
+    assert result.num_probes == 1
+    assert result.reason == "the budget of 1 probes is spent"
 
 
 def test_the_dry_run_excludes_without_a_probe() -> None:

@@ -224,8 +224,9 @@ def test_a_storage_folder_from_a_stranger_leads_nowhere(kind: str, tmp_path: Pat
 def test_a_file_that_is_no_study_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda s: None)
     (tmp_path / "study.db").write_bytes(b"no database" * 100)
-    with pytest.raises(EnvironmentProblem, match="not a database"):
+    with pytest.raises(EnvironmentProblem, match=r"study\.db .*not a database") as caught:
         open_storage(tmp_path)
+    assert f"move {tmp_path / 'study.db'} away" in caught.value.hint
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:", "postgresql://u:p@h:x/d", "mysql://u:p@[::1"])

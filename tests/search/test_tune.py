@@ -1,14 +1,18 @@
 """`tune_plan`: a finished plan goes through the search; the real space and formula, a stand-in for the GPU."""
 
+import os
 import random
+import signal
 from dataclasses import replace
 from functools import cache
 from math import exp
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
-from search_cases import measurement
+from optuna.trial import TrialState
+from search_cases import empty_study, measurement
 
 from finetune_planner.app import tuning
 from finetune_planner.app.tuning import Tuning, search_candidates, trial_line, tune_plan
@@ -24,6 +28,7 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Evidence, FailureKind, Fidelity, Measurement, ProbeFailure
 from search.dimensions import key_of
 from search.stopping import Budget
+from search.storage import close_storage, open_storage
 from search.study import TrialRecord
 
 
@@ -87,6 +92,24 @@ def test_tuned_plan_is_measured_fits_and_is_at_least_as_fast(tmp_path: Path) -> 
     assert isinstance(trials, list)
     assert sum(row["level"] == "probe" for row in trials) <= 10
     assert (tmp_path / "study.db").exists()
+
+
+def test_sigterm_gives_the_trial_back(tmp_path: Path) -> None:
+    def cancelled(setup: TrainSetup) -> Evidence:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return stand_in(setup)
+
+    with pytest.raises(SystemExit) as ended:
+        tune_plan(made_plan(), Tuning(dry_run=False, storage=empty_study(tmp_path)), evaluate=cancelled)
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    storage = open_storage(tmp_path)
+    study = optuna.load_study(storage=storage, study_name="plan")
+    assert [trial.state for trial in study.trials if trial.user_attrs["origin"] == "plan"] == [
+        TrialState.FAIL,
+        TrialState.WAITING,
+    ]
+    close_storage(storage)
 
 
 def test_when_no_probe_fits_the_plan_stands_and_says_so(tmp_path: Path) -> None:
