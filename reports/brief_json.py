@@ -203,6 +203,7 @@ class BriefCard:
     memory_bytes: int
     missing_bytes: int
     peak_device_bytes: int
+    host_bytes: int
     tokens_per_s: float | None
     usd_per_hour: float | None
     usd_per_million_tokens: float | None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from planner.core.notes import Place, place_of
 from planner.core.redaction import without_secrets
 from planner.core.units import count, gib, percent, seconds
+from planner.memory.states import pinned_bytes
 from planner.memory.workload import PRICE_GIVEN, Workload
 from planner.planning.lora_rank import floor_of
 from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
@@ -337,6 +338,21 @@ def data_sentence(workload: Workload) -> str:
     return f"{name}: the loss is on {words}{held_out}."
 
 
+def host_bytes(workload: Workload, candidate: Candidate) -> int:
+    """Bytes of every node's host memory that offloaded states or a mixture's streamed experts take."""
+    from planner.memory.engines.host import host_bytes_per_node  # seldom needed
+
+    num_nodes = workload.cluster.num_nodes if workload.cluster is not None else 1
+    model, setup = workload.model, candidate.setup
+    return host_bytes_per_node(model, setup, num_nodes) or pinned_bytes(model, setup)
+
+
+def host_words(workload: Workload, candidate: Candidate) -> str:
+    """ "149.58 GiB in every node's host"; empty where nothing lies there."""
+    size = host_bytes(workload, candidate)
+    return f"{gib(size)} in every node's host" if size else ""
+
+
 def layout_sentence(candidate: Candidate, workload: Workload | None = None) -> str:
     """What several GPUs share and send, and what lies in the host's memory; empty where one GPU holds everything. With
     its `workload` also what joins several nodes, and how much every node's host has to hold."""
@@ -352,11 +368,8 @@ def layout_sentence(candidate: Candidate, workload: Workload | None = None) -> s
     words = words if setup.num_gpus > 1 else layout_words(setup)
     if setup.data_degree > 1:
         words += f", {setup.data_degree} data-parallel copies"
-    if setup.offload != "none" and workload is not None:
-        from planner.memory.engines.host import host_bytes_per_node  # seldom needed
-
-        host_bytes = host_bytes_per_node(workload.model, setup, cluster.num_nodes if cluster is not None else 1)
-        words += f", {gib(host_bytes)} in every node's host"
+    if workload is not None and (in_host := host_words(workload, candidate)):
+        words += f", {in_host}"
     parts = [
         f"{percent(formula.time_parts_s[name] / formula.step_time_s)} {label}"
         for name, label in (("communication", "communication"), ("bubble", "waiting"), ("offload", "the host"))

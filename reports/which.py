@@ -33,6 +33,8 @@ from reports.text import (
     cost_per_million,
     dollars,
     fit_word,
+    host_bytes,
+    host_words,
     job_words,
     memory_marks,
     price_date,
@@ -129,6 +131,11 @@ def which_gpu_sentences(choices: Sequence[GpuChoice]) -> list[str]:
     cheapest = min(priced, key=lambda choice: choice.cost_place or 0, default=None)
     if cheapest is not None:
         sentences.append(f"Cheapest for the work: {_words(cheapest)}.")
+    plans = [choice.answer for choice in fitting if isinstance(choice.answer, Plan)]
+    if sizes := [size for plan in plans if (size := host_bytes(plan.workload, plan.chosen))]:
+        least, most = gib(min(sizes)), gib(max(sizes))
+        between = least if least == most else f"{least} to {most}"
+        sentences.append(f"{len(sizes)} of them need {between} of every node's host memory too (--json: host_bytes).")
     return sentences
 
 
@@ -136,7 +143,7 @@ def _words(choice: GpuChoice) -> str:
     assert isinstance(choice.answer, Plan)
     chosen, workload, duration_s = choice.answer.chosen, choice.answer.workload, choice.duration_s
     speed = f"{chosen.tokens_per_s:,.0f} tokens/s ({speed_mark(chosen.speed_evidence)})"
-    words = [f"{clean(choice.gpu.name)} ({gib(workload.memory_bytes)})", speed]
+    words = [f"{clean(choice.gpu.name)} ({gib(workload.memory_bytes)})", host_words(workload, chosen), speed]
     words += ["may run out of memory"] if chosen.verdict != "fits" else []
     if duration_s is None:
         words += [] if choice.cost_usd is None else [f"${choice.cost_usd:,.3f} per million tokens"]
@@ -231,6 +238,7 @@ def _gpu_json(choice: GpuChoice) -> dict[str, Any]:
         "memory_bytes": answer.workload.memory_bytes,
         "fits": choice.fits,
         "verdict": chosen.verdict,
+        "host_bytes": host_bytes(answer.workload, chosen) if choice.fits else 0,
         "missing_bytes": 0 if isinstance(answer, Plan) else answer.missing_bytes,
         "tokens_per_s": chosen.tokens_per_s if choice.fits else None,
         "speed_place": choice.speed_place,
@@ -246,7 +254,7 @@ def _gpu_json(choice: GpuChoice) -> dict[str, Any]:
     }
 
 
-RIGHT = ("memory", "GiB", "tokens/s", "time", "#", "cost", "$/M", "# ", "$/hour", *METHOD_SHORT.values())
+RIGHT = ("memory", "host", "GiB", "tokens/s", "time", "#", "cost", "$/M", "# ", "$/hour", *METHOD_SHORT.values())
 """Columns of numbers."""
 
 
@@ -257,12 +265,20 @@ def _gpus_table(
     its date; `setups`: in full words. Without either a row fits 80 columns."""
     job = any(choice.duration_s is not None for choice in choices)
     costs = ("time", "cost") if job else ("$/M",)
+    cells = [_gpu_cells(choice) for choice in choices]
     header: tuple[str, ...] = ("--gpu", "GiB", "tokens/s", *costs, "method ")
     if by_method:
         places = ("time", "#", "cost", "# ") if job else ("#", "$/M", "# ")
         details = ("$/hour", "priced on", *METHOD_SHORT.values(), "setup" if setups else "method")
-        header = ("--gpu", "memory", "fits", "tokens/s", *places, *details)
-    cells = [_gpu_cells(choice) for choice in choices]
+        header = (
+            "--gpu",
+            "memory",
+            *["host"] * any("host" in row for row in cells),
+            "fits",
+            "tokens/s",
+            *places,
+            *details,
+        )
     return header, [tuple(row.get(name, "-") for name in header) for row in cells], RIGHT
 
 
@@ -286,6 +302,8 @@ def _gpu_cells(choice: GpuChoice) -> dict[str, str]:
         "method": method,
         "method ": method if chosen.verdict == "fits" else f"{method} {TIGHT_MARK}",
     }
+    if size := host_bytes(workload, chosen):
+        cells["host"] = gib(size)
     if choice.duration_s is not None:
         cells["time"] = seconds(choice.duration_s)
     if choice.cost_usd is not None:

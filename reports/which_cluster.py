@@ -19,7 +19,7 @@ from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
 from reports.plain import clean, joined, plural
 from reports.setup_text import gpus_words, layout_words
-from reports.text import dollars, price_dates, samples_speed_words, speed_marks
+from reports.text import dollars, host_bytes, host_words, price_dates, samples_speed_words, speed_marks
 
 MAX_ROWS = 20
 
@@ -167,8 +167,9 @@ def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:
 
 def _option_words(option: ClusterOption) -> str:
     cost = "price unknown" if option.cost_usd is None else dollars(option.cost_usd)
-    how = f" ({layout_words(option.candidate.setup)})" if option.cluster.num_gpus > 1 else ""
-    return f"{gpus_words(option.workload)}{how}, {seconds(option.duration_s)}, {cost}"
+    how = layout_words(option.candidate.setup) if option.cluster.num_gpus > 1 else ""
+    how = joined((how, host_words(option.workload, option.candidate)))
+    return f"{gpus_words(option.workload)}{how and f' ({how})'}, {seconds(option.duration_s)}, {cost}"
 
 
 def _table_title(node: Node) -> str:
@@ -187,7 +188,7 @@ def _table(
         rows.append(
             (
                 f"{option.cluster.num_gpus} × {option.cluster.gpu.key}",
-                layout_words(option.candidate.setup),
+                joined((layout_words(option.candidate.setup), host_words(option.workload, option.candidate))),
                 f"{option.candidate.tokens_per_s:,.0f}",
                 seconds(option.duration_s),
                 "-" if option.cost_usd is None else dollars(option.cost_usd),
@@ -221,5 +222,6 @@ def _as_json(option: ClusterOption) -> dict[str, Any]:
         "peak_device_bytes": formula.peak_device_bytes,
         "budget_bytes": option.candidate.budget_bytes,
         "memory_bytes": option.workload.memory_bytes,
+        "host_bytes": host_bytes(option.workload, option.candidate),
         "setup": setup_to_dict(option.candidate.setup),
     }

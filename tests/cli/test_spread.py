@@ -12,6 +12,7 @@ from finetune_planner.cli.app import run
 from finetune_planner.cli.request_options import RequestOptions
 from finetune_planner.cli.setup_flags import PARALLELS
 from planner.core.errors import UsageError
+from planner.core.units import gib
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -227,6 +228,25 @@ def test_which_cluster_says_when_nothing_keeps_the_limits(capsys: pytest.Capture
     assert "The nearest" in capsys.readouterr().out
     assert run(["which-cluster", "meta-llama/Llama-3.1-70B", *arguments[2:], "1000", "--max-gpus", "1"]) == 1
     assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_a_table_says_what_must_lie_in_the_hosts_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "which-cluster",
+        "Qwen/Qwen2.5-7B",
+        "--gpu",
+        "rtx-4090",
+        "--method",
+        "full",
+        "--dataset-tokens",
+        "10000000",
+    ]
+    assert run([*words, "--max-gpus", "2", "--json=full"]) == 0
+    (option,) = json.loads(capsys.readouterr().out)["options"]
+    assert option["host_bytes"] > option["memory_bytes"]
+    assert run([*words, "--max-gpus", "2"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{gib(option['host_bytes'])} in every node's host), " in shown
 
 
 @pytest.mark.parametrize(
