@@ -1,5 +1,8 @@
 """A setup and what is asked, in words."""
 
+from collections import Counter
+from collections.abc import Iterable
+
 from planner.core.units import count
 from planner.memory.workload import Workload
 from planner.options.kernels import KERNELS
@@ -38,6 +41,14 @@ def targets_words(setup: TrainSetup) -> str:
     if isinstance(setup.lora_targets, tuple):
         return clean(", ".join(setup.lora_targets))
     return TARGET_WORDS[setup.lora_targets]
+
+
+def adapters_note(setups: Iterable[TrainSetup]) -> str:
+    """Which adapters the rows of a table train, where they are not the same ones; "" where they are."""
+    adapted = [setup for setup in setups if setup.method != "full"]
+    counts = Counter(f"rank {setup.lora_rank} on {targets_words(setup)}" for setup in adapted)
+    each = joined(f"{words} ({num})" for words, num in counts.most_common())
+    return f"Not all rows train the same: {each}. --rank and --targets set it for all." if len(counts) > 1 else ""
 
 
 def checkpointing_words(setup: TrainSetup) -> str:

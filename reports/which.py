@@ -28,7 +28,7 @@ from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
 from reports.plain import clean, joined, plural
 from reports.plan_json import candidate_to_dict
-from reports.setup_text import setup_words, short_setup_words
+from reports.setup_text import adapters_note, setup_words, short_setup_words
 from reports.text import (
     cost_per_million,
     dollars,
@@ -136,6 +136,8 @@ def which_gpu_sentences(choices: Sequence[GpuChoice]) -> list[str]:
         least, most = gib(min(sizes)), gib(max(sizes))
         between = least if least == most else f"{least} to {most}"
         sentences.append(f"{len(sizes)} of them need {between} of every node's host memory too (--json: host_bytes).")
+    if note := adapters_note(plan.chosen.setup for plan in plans):
+        sentences.append(note)
     return sentences
 
 

@@ -18,7 +18,7 @@ from reports.markdown import bullets, document, escape
 from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
 from reports.plain import clean, joined, plural
-from reports.setup_text import gpus_words, layout_words
+from reports.setup_text import adapters_note, gpus_words, layout_words
 from reports.text import dollars, host_bytes, host_words, price_dates, samples_speed_words, speed_marks
 
 MAX_ROWS = 20
@@ -26,11 +26,12 @@ MAX_ROWS = 20
 
 def assumptions(options: Sequence[ClusterOption]) -> tuple[str, ...]:
     """What the figures take for granted."""
-    note = samples_speed_words((option.workload, option.candidate) for option in options)
+    samples = samples_speed_words((option.workload, option.candidate) for option in options)
+    notes = (samples, adapters_note(option.candidate.setup for option in options))
     prices = joined(("Prices", price_dates(option.workload for option in options), "are indicative"), " ")
     return (
         "Times are training alone: loading, evaluation, saving and failures are not counted.",
-        *([note] if note else []),
+        *filter(None, notes),
         f"{prices}: within one node the median of what providers ask for one GPU; --price sets your own.",
         "GPUs of one node talk over NVLink where the card has it, else over PCIe. Several nodes are one provider's "
         "offer: its network and its price (the median one); a card that nobody is known to offer so is taken in one "

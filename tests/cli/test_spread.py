@@ -19,8 +19,10 @@ from planner.models import catalogue
 from planner.planning.option_values import duration_s
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
+from planner.setup import TrainSetup
 from probes.dryrun.cache import default_directory
 from probes.gpu.topology import Topology
+from reports.setup_text import adapters_note
 from tests.whole import some
 
 FAST = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked", "--optimizer", "adamw-fused"]
@@ -228,6 +230,14 @@ def test_which_cluster_says_when_nothing_keeps_the_limits(capsys: pytest.Capture
     assert "The nearest" in capsys.readouterr().out
     assert run(["which-cluster", "meta-llama/Llama-3.1-70B", *arguments[2:], "1000", "--max-gpus", "1"]) == 1
     assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_a_table_says_where_its_rows_train_other_adapters() -> None:
+    linear, attention = TrainSetup(lora_rank=2), TrainSetup(lora_rank=16, lora_targets="attention")
+    full = TrainSetup(method="full", lora_rank=0)
+    assert not adapters_note([linear, linear, full])
+    words = "rank 2 on all linear layers (2), rank 16 on the attention layers (1). --rank and --targets set it"
+    assert words in adapters_note([linear, linear, attention, full])
 
 
 def test_a_table_says_what_must_lie_in_the_hosts_memory(capsys: pytest.CaptureFixture[str]) -> None:
