@@ -59,8 +59,8 @@ def kept(setup: TrainSetup, name: str = LLAMA) -> dict[str, int]:
 
 def test_liger_fuses_the_loss_of_the_types_that_its_own_table_has() -> None:
     package = find_spec("liger_kernel")
-    assert package is not None
-    assert package.origin is not None
+    if package is None or package.origin is None:
+        pytest.skip("liger-kernel is not installed here")
     tree = ast.parse((Path(package.origin).parent / "transformers" / "monkey_patch.py").read_text())
     fuses = set()
     for node in tree.body:

@@ -31,6 +31,7 @@ PROGRAM = (
     + """
 from finetune_planner.cli.app import run
 assert run(["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--no-dry-run"]) == 0
+open(sys.argv[1], "w").close()
 assert run(["store", "show", "--store", sys.argv[1]]) == 0
 import probes.gpu.device, search.storage, search.corrections
 sys.exit(run(["probe", "Qwen/Qwen2.5-0.5B", "--gpu", "rtx-4090", "--device", "cpu", "--store", sys.argv[1]]))

@@ -1,6 +1,5 @@
 """`tune_plan`: a finished plan goes through the search; the real space and formula, a stand-in for the GPU."""
 
-import os
 import random
 import signal
 from dataclasses import replace
@@ -96,7 +95,7 @@ def test_tuned_plan_is_measured_fits_and_is_at_least_as_fast(tmp_path: Path) -> 
 
 def test_sigterm_gives_the_trial_back(tmp_path: Path) -> None:
     def cancelled(setup: TrainSetup) -> Evidence:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         return stand_in(setup)
 
     with pytest.raises(SystemExit) as ended:
