@@ -10,7 +10,7 @@ from planner.core.units import gib
 from planner.memory.workload import Workload
 from planner.planning.plan import NoPlan, Plan
 from planner.setup.interchange import SCHEMA_VERSION, to_jsonable
-from planner.setup.outcome import Candidate, Fidelity, Measurement, Prediction, ProbeFailure, speed_level
+from planner.setup.outcome import Candidate, Fidelity, Measurement, Prediction, ProbeFailure, speed_level, speed_sides
 from reports.charts import Chart, memory_bars
 from reports.compare import bars
 from reports.markdown import bullets, document, escape
@@ -101,7 +101,9 @@ class Heat:
 
 def _ends(evidence: Evidence) -> tuple[float, float]:
     speed, band = evidence.tokens_per_s or 0.0, evidence.time_band_fraction or 0.0
-    return speed * (1 - band), speed * (1 + band)
+    sides = speed_sides(band, evidence.bands) if isinstance(evidence, Prediction) else None
+    below, above = sides or (band, band)
+    return speed * (1 - below), speed * (1 + above)
 
 
 @dataclass(frozen=True)

@@ -889,3 +889,15 @@ def test_what_transformers_brings_is_not_asked_for(package: str) -> None:
     assert open_fields(read(guard + LOADED.format("") + TRAINED)) == set()
     other = guard.replace(package, "liger_kernel").replace(f"    {name} = None\n", "")
     assert open_fields(read(other + LOADED.format("") + TRAINED)) == {"seq_len_tokens"}
+
+
+def test_what_a_word_of_a_rollout_says_matters_to_rollouts_alone() -> None:
+    text = "base_model: m\nadapter: lora\nlora_r: 8\nlora_target_linear: true\nsequence_len: 64\nasync_prefetch: true\n"
+    assert read_text(text, "a.yml").setup.objective == "sft"
+
+
+@pytest.mark.parametrize("word", ["bnb", "bitsandbytes"])
+def test_llamafactorys_bitsandbytes_has_two_names(word: str) -> None:
+    text = "model_name_or_path: m\ndo_train: true\nstage: sft\ncutoff_len: 64\nquantization_bit: 4\n"
+    reading = read_text(f"{text}quantization_method: {word}\n", "lf.yaml")
+    assert (reading.setup.quantization, reading.approximations) == ("nf4-double", ())

@@ -625,6 +625,7 @@ def test_swifts_processes_spread_the_model_over_the_gpus_that_each_sees(
     launch = f"CUDA_VISIBLE_DEVICES={visible} {started}swift sft --model Qwen/Qwen3-8B --max_length 512"
     reading = read_text(launch, "a.sh")
     assert (reading.setup.num_gpus, reading.setup.parallel) == (num_gpus, parallel)
+    assert reading.setup.accumulation_steps == 16 // processes  # a device map is one process
     assert any("DDP over device maps" in note for note in reading.approximations) == (visible.count(",") + 1 > num_gpus)
 
 

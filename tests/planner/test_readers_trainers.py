@@ -398,6 +398,8 @@ def test_a_checkpoint_in_4_bits_loads_as_that(name: str, quantization: str, monk
         ("TorchAoConfig(quant_type=Int8WeightOnlyConfig())", "int8", ("activations",)),
         ("TorchAoConfig(Int8DynamicActivationInt4WeightConfig())", "nf4", None),
         ("TorchAoConfig('int4_weight_only', group_size=128)", "nf4", None),
+        ("TorchAoConfig(Int4WeightOnlyConfig(128))", "nf4", None),
+        ("TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, scale_dtype=torch.float32))", "nf4", None),
         ("FineGrainedFP8Config()", "int8", ("activations",)),
         ("FineGrainedFP8Config(dequantize=True)", "none", None),
         ("HqqConfig(nbits=2)", "nf4", ("weights",)),

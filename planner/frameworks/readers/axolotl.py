@@ -129,10 +129,13 @@ def _objective(settings: Settings) -> str:
         return "reward"
     if kind and (kind not in OF_RL or settings.raw("trainer_cls")):
         raise estimated(name, f"rl: {kind}", "Axolotl", OF_RL.get(kind, ""))
-    of_trl = settings.block("trl") if kind else settings
-    if other := next(filter(of_trl.raw, ("use_data_producer", "async_prefetch", "rollout_func")), ""):
+    if kind and (other := next(filter(settings.block("trl").raw, OF_ROLLOUTS), "")):
         raise estimated(name, f"rl: {kind} ({other})", "Axolotl", OF_RL[kind])
     return OF_RL.get(kind, "sft")
+
+
+OF_ROLLOUTS = ("use_data_producer", "async_prefetch", "rollout_func")
+"""Settings of Axolotl's block `trl` that make another loop of it."""
 
 
 def _of_objective(settings: Settings, fields: Mapping[str, Any], objective: str) -> dict[str, Any]:

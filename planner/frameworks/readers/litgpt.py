@@ -77,7 +77,8 @@ def _targets(settings: Settings, roles: dict[str, str]) -> tuple[str, ...]:
         return tuple(roles.values())
     linears = [linear for layer in settings.model.layer_kinds for linear in layer.linears]
     fused = "qkv" if roles.keys() & {"q", "k", "v"} else ""
-    names = tuple(dict.fromkeys(linear.leaf for linear in linears if linear.role in (*roles, fused)))
+    gate_up = "gate_up" if roles.keys() & {"gate", "up"} else ""
+    names = tuple(dict.fromkeys(linear.leaf for linear in linears if linear.role in (*roles, fused, gate_up)))
     if any(linear.role == fused for linear in linears) and not roles.keys() >= {"q", "k", "v"}:
         settings.approximate("adapters on parts of a fused matrix of queries, keys and values are counted on all of it")
     return names or tuple(roles.values())

@@ -131,7 +131,7 @@ def _method(settings: Settings) -> dict[str, Any]:
         bits, method = settings.integer("quantization_bit", 4), settings.text("quantization_method", "bnb").lower()
         double = settings.flag("double_quantization", True)
         quantization = "int8" if bits == 8 else "nf4-double" if double else "nf4"
-        if bits not in (4, 8) or method != "bnb":
+        if bits not in (4, 8) or method not in ("bnb", "bitsandbytes"):
             quantization = common.counted_bits(settings, bits, method)
     if kind == "oft":
         return {

@@ -76,7 +76,9 @@ def read(settings: Settings) -> ReadConfig:
     fp16 = settings.flag("fp16", weights == "fp16")
     autocast = "fp16" if fp16 else "bf16" if settings.flag("bf16", weights == "bf16") else None
     precision = common.precision(settings, weights, autocast, fields["method"])
-    steps = max(1, math.ceil(GLOBAL_BATCH / fields["micro_batch_seqs"] / settings.outside.num_gpus))
+    # a device map is one process, whatever its GPUs
+    processes = 1 if settings.raw("device_map") == "auto" else settings.outside.num_gpus
+    steps = max(1, math.ceil(GLOBAL_BATCH / fields["micro_batch_seqs"] / processes))
     if not settings.has("gradient_accumulation_steps"):
         settings.assume(f"gradient_accumulation_steps absent: {steps}, for {GLOBAL_BATCH} sequences a step")
     fields |= {

@@ -465,21 +465,27 @@ Source: transformers 5.23 `utils/quantization_config.py`.
 _IN_NAME = re.compile(r"(?:int|float|fp)(\d+)", re.IGNORECASE)
 
 
+BITS_FIRST = ("HqqConfig", "AwqConfig", "GPTQConfig", "AutoRoundConfig", "HiggsConfig")
+"""Quantizing configurations whose first argument is the weights' bits; torchao's is a group's size."""
+
+
 def bits_of(made: CallResult) -> int:
     """Bits of a weight under a quantizing configuration, by its own words (the weights' stand behind the activations':
     `Int8DynamicActivationInt4WeightConfig`); 0: nothing says."""
     given = [*made.positional, *made.keywords.items()]
     for key in ("bits", "nbits", "w_bit", "bit_width"):
-        if isinstance(bits := plain(made.argument(key, 0)), int):
+        if isinstance(bits := plain(made.argument(key, 0 if made.name in BITS_FIRST else -1)), int):
             return bits
     words = [made.name]
     for value in given:
         key, value = value if isinstance(value, tuple) else ("", value)
         if isinstance(value, CallResult) and (bits := bits_of(value)):
             return bits
-        if isinstance(value, ImportedName) and "activation" not in key:
+        if any(word in key for word in ("activation", "scale", "compute")):
+            continue
+        if isinstance(value, ImportedName):
             words.append(value.name)
-        elif isinstance(value, Constant) and isinstance(value.data, str) and "activation" not in key:
+        elif isinstance(value, Constant) and isinstance(value.data, str):
             words.append(value.data)
     named = [match for word in words for match in _IN_NAME.findall(word)]
     return int(named[-1]) if named else BITS.get(made.name, 0)
