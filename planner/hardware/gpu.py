@@ -77,7 +77,7 @@ class GpuSpec:
     @property
     def host_bytes(self) -> int:
         """A GPU's share of the CPU's memory on a superchip; 0 of other cards."""
-        return GRACE_BYTES.get(self.driver_name, 0)
+        return 0 if "MIG" in self.name else GRACE_BYTES.get(self.driver_name, 0)  # slices share it
 
     @property
     def shares_host_memory(self) -> bool:

@@ -80,6 +80,12 @@ def counted(text: str) -> tuple[int | None, str]:
     text = text.strip()[:MAX_NAME]
     if size_alone(text) is not None:  # "24 GB" is no 24 of a GB200
         return None, text
+    parts = re.split(r"\s*[+,&]\s*|\s+and\s+", text)
+    if len(parts) > 1 and all(parts):  # several kinds, each with a number of its own
+        with suppress(UnknownGpuError):
+            for part in parts:
+                find_gpus(part)
+            return None, text
     for pattern in _COUNTED:
         if match := pattern.fullmatch(text):
             return int(match[1]), match[2]
@@ -378,6 +384,11 @@ def split_count(name: str) -> tuple[int | None, str]:
         return None, text
     num, card = counted(text)
     machine = cards_of(card)
+    if machine is not None and (num or 1) > 1 and machine[0] != 8:  # as many as a node is taken to have
+        raise UsageError(
+            f"{name!r:.60} is {num} machines, of {machine[0]} cards each",
+            hint=f"--gpu {machine[1]} --gpus {(num or 1) * machine[0]} --nodes {num}",
+        )
     return (num, card) if machine is None else ((num or 1) * machine[0], machine[1])
 
 

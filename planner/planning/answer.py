@@ -197,9 +197,9 @@ def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], resu
 
 def _nothing_to_walk(workload: Workload, results: WalkResults) -> UsageError:
     contradicted = _contradiction(dimension_values(workload))
+    if "offload" in workload.fixed and workload.gpu.shares_host_memory and results.too_large_for_hosts:
+        return UsageError(f"{workload.gpu.name}: {SHARED_MEMORY}", hint="leave --offload out")
     if workload.num_gpus == 1:
-        if results.too_large_for_hosts and workload.gpu.shares_host_memory:
-            return UsageError(f"{workload.gpu.name}: {SHARED_MEMORY}", hint="leave --offload out")
         if results.too_large_for_hosts:
             least, room = min(results.too_large_for_hosts.values()), gib(assumed_host_bytes(workload))
             there = f"{gib(least)} of states would lie there, at most {room} may"

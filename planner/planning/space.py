@@ -19,7 +19,7 @@ from planner.options.kernels import COMPILES_NOTHING, planned_kernels
 from planner.options.losses import PLANNED_LOSSES
 from planner.options.objectives import DEFAULT as DEFAULT_OBJECTIVE
 from planner.options.objectives import OBJECTIVES, Objective
-from planner.options.optimizers import PLANNED_OPTIMIZERS
+from planner.options.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.options.precisions import FP16_DIVERGES, PRECISIONS, precision_of
 from planner.options.sound import HALVES_STACK, WITH_SOUND, WITH_TWO_HALVES
 from planner.options.stacks import DEFAULT as DEFAULT_STACK
@@ -108,6 +108,7 @@ def _open_values(workload: Workload) -> Values:
         pairs = (("fp32", None),)  # Unsloth's own code computes in fp32 what overflows
     packed_by_axolotl = workload.targets[:1] == ("axolotl",) and workload.fixed.get("packing") == (True,)
     xformers = [XFORMERS] if packed_by_axolotl and not gpu.flash_attention_2 else []
+    offloads = offloading_matters(workload) and not gpu.shares_host_memory
     # scales in 32 bits cost 0.4 bits a weight, and gain less than a plan gives up for what is simpler; MLX has no other
     plain = workload.prefer == "speed" or stored_bits(workload.model) == "nf4" or gpu.vendor == "Apple"
     values: Values = {
@@ -117,13 +118,16 @@ def _open_values(workload: Workload) -> Values:
         "kbit_fp32_cast": (False, True),
         "lora_rank": planned_ranks(workload, workload.fixed.get("lora_targets", ("all-linear",))[0]),
         "lora_targets": ("all-linear",),
-        "optimizer": PLANNED_OPTIMIZERS,
+        # where host and GPU share their memory nothing is moved out of it
+        "optimizer": tuple(
+            name for name in PLANNED_OPTIMIZERS if not (OPTIMIZERS[name].paged and gpu.shares_host_memory)
+        ),
         "attention": (*supported_attentions(workload.model, gpu), *xformers),
         "checkpointing": FINER_CHECKPOINTING if workload.prefer == "speed" else PLANNED_CHECKPOINTING,
         "loss": PLANNED_LOSSES,
         "kernels": planned_kernels(workload.targets, workload.objective_spec.name),
         "linear_attention": planned_linear_attentions(workload.model, gpu),
-        "activation_offload": (False, True) if offloading_matters(workload) else (False,),
+        "activation_offload": (False, True) if offloads else (False,),
         "quantize_experts": (False,),
         "selective_checkpointing": (False, True) if selecting_matters(workload) else (False,),
     }

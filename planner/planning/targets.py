@@ -145,8 +145,10 @@ def with_one_node_note(plan: Plan) -> Plan:
     speed = (tokens_per_s(TargetChoice(target="", title="", candidate=alone)) or 0.0) if alone else 0.0
     if speed <= chosen.tokens_per_s:
         return plan
-    words = f"one of these nodes alone is faster: {each} GPUs {speed:,.0f} tokens/s, all {chosen.tokens_per_s:,.0f}"
-    return replace(plan, notes=(measured(f"{words} over their network (--gpus {each})"), *plan.notes))
+    named = f"{each} GPU{'s' * (each > 1)} {speed:,.0f} tokens/s"
+    words = f"one of these nodes alone is faster: {named}, all {chosen.tokens_per_s:,.0f} over their network"
+    way = f"(--gpus {each}, without --nodes{', --interconnect and --parallel' * (each == 1)})"
+    return replace(plan, notes=(measured(f"{words} {way}"), *plan.notes))
 
 
 WAITING_FROM_FRACTION = 0.2

@@ -457,6 +457,15 @@ def test_a_rented_machine_is_its_cards(name: str, num: int, key: str) -> None:
     assert gpus.card_and_count(name, None) == (key, num)
 
 
+def test_several_small_machines_are_no_one_node_and_unlike_cards_are_counted() -> None:
+    with pytest.raises(UsageError, match="2 machines, of 4 cards each") as error:
+        gpus.find_gpus("2x g5.12xlarge")
+    assert error.value.hint == "--gpu a10g --gpus 8 --nodes 2"
+    with pytest.raises(UsageError, match="4 x rtx-3090, 1 x rtx-4090"):
+        gpus.find_gpus("4x rtx 3090 + 1x rtx 4090")
+    assert gpus.find_gpus("2x GH200 1g.12gb")[0].host_bytes == 0
+
+
 def test_words_that_one_card_alone_has_are_that_card() -> None:
     card = gpus.find_gpu("laptop 4060")
     assert (card.key, "taken as" in card.taken_as) == ("rtx-4060-laptop", True)

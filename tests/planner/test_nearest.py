@@ -55,6 +55,8 @@ def test_memory_that_is_the_hosts_too_takes_nothing_off_the_gpu() -> None:
     refused = refusal_of(plan_request("Qwen/Qwen2.5-32B", "gb10", **arguments))
     assert not any("host" in remedy.action for remedy in refused.remedies)
     assert refused.nearest.setup.offload == "none"
+    alone = refusal_of(plan_request("Qwen/Qwen2.5-32B", "gb10", fixed={"method": ("full",)}))
+    assert "paged" not in alone.nearest.setup.optimizer
     whole = {"method": ("full",), "offload": ("optimizer",)}
     with pytest.raises(UsageError, match="the host's memory is the GPU's own"):
         plan_workload(plan_request(LLAMA, "gb10", fixed=whole, host_gib=512))

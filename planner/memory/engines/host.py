@@ -51,7 +51,9 @@ def loading_host_bytes(model: ModelSpec, setup: TrainSetup, num_processes: int) 
     Measured: two processes under ACCELERATE_USE_FSDP and FSDP_CPU_RAM_EFFICIENT_LOADING, 30 November 2026: RssAnon of
     both grows by 1.00 of the model in fp32, by 0.01 read in its file's bf16.
     """
-    if setup.quantized or setup.parallel in ("none", "device-map", "zero3") or setup.sharded_at_loading:
+    if setup.quantized or setup.parallel in ("none", "dp", "device-map", "zero3") or setup.sharded_at_loading:
+        return 0
+    if model.config.get("dtype", model.config.get("torch_dtype")) == "float32":  # read as its file is
         return 0
     if setup.stack == "torchtitan":  # its model is made on meta, its checkpoint read in shards
         return 0
