@@ -107,7 +107,9 @@ class ChatTemplate:
             if turns[number]["role"] != "assistant" or not turns[number].get("train", True):
                 continue
             question, answered = (self.render(turns[:num], tools, asks=num == number) for num in (number, number + 1))
-            start = len(question) if answered.startswith(question) else num_shared(question, answered)
+            start = len(question)
+            if not answered.startswith(question):
+                start = self._begin(turns[:number], tools, question, answered)
             text = answered.rstrip()
             for longer, spans in reversed(rows):
                 if longer.startswith(text):
@@ -116,6 +118,17 @@ class ChatTemplate:
             else:
                 rows.append((answered, [(start, len(text))]))
         return [self.ended(text, spans) for text, spans in reversed(rows)]
+
+    def _begin(self, before: list[Row], tools: Any, question: str, answered: str) -> int:
+        """Where an answer begins after turns that the template writes otherwise once it is there."""
+        start = num_shared(question, answered)
+        try:
+            other = self.render([*before, {"role": "assistant", "content": "\ufffd"}], tools)
+            opening = question.removeprefix(self.render(before, tools))
+        except DataError:
+            return start
+        at = answered.rfind(opening, 0, num_shared(other, answered)) if opening else -1
+        return max(start, at + len(opening)) if at >= 0 else start
 
     @staticmethod
     def unwritten(sample: Row, rows: list[tuple[str, list[tuple[int, int]]]]) -> bool:

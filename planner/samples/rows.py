@@ -271,7 +271,8 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
     """The row under the names that are known, in lower case.
 
     Args:
-        columns: known name -> its column; others are read where these alone are no sample. Empty: every column has the
+        columns: known name -> its column; others are read where these alone are no sample or a prompt, else those that
+            stand beside one (tools, pictures, a system, negatives, a preference's prompt). Empty: every column has the
             name that it says.
 
     Raises:
@@ -283,7 +284,13 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
     if missing := [column for column in columns.values() if column not in row]:
         raise DataError(f"no column {missing[0]!r}; there are {', '.join(sorted(map(str, row))[:12])}")
     stated = {name: row[column] for name, column in columns.items()}
-    return stated if kinds_of(stated) else {**named, **stated}
+    if (kinds := kinds_of(stated)) and kinds != ("prompt",):
+        kept = {"tools", "images", "image", *SYSTEMS, *({"prompt"} if "chosen" in stated else ())}
+        named = {name: value for name, value in named.items() if name in kept or _NEGATIVE.fullmatch(name)}
+    return {**named, **stated}
+
+
+_NEGATIVE = re.compile(r"neg(ative)?s?(_?\d+)?")
 
 
 def kinds_of(row: Row) -> tuple[str, ...]:
@@ -387,10 +394,12 @@ def _unpaired(row: Row) -> Row | None:
 def _pair(row: Row) -> Row | None:
     """Texts that belong together, with those that do not: `negative` is the first of them, `negative_1` too."""
     texts = {"anchor": row[_first(row, ANCHORS)], "positive": row[_first(row, POSITIVES)]}
-    others = [row[name] for name in sorted(row) if name.startswith("neg") and row[name] is not None]
+    others = [row[name] for name in sorted(row) if _NEGATIVE.fullmatch(name) and row[name] is not None]
     others = [text for value in others for text in (value if isinstance(value, list) else [value])]
     texts |= {f"negative_{number}": text for number, text in enumerate(others, 1)}
     texts |= {"negative": others[0]} if others else {}
+    if isinstance(texts["positive"], list) and len(texts["positive"]) > 1:
+        raise DataError(f"{len(texts['positive'])} positives in a row: one is trained", "write a row for each")
     pair = {
         name: _text({name: text[0] if isinstance(text, list) and text else text}, name) for name, text in texts.items()
     }
@@ -407,6 +416,8 @@ def _labelled(row: Row) -> Row | None:
         raise DataError(f"{column} is {type(label).__name__}: one class of each text is trained", CLASSES)
     if isinstance(label, float) and label.is_integer():  # a whole number beside empty ones, as pandas writes it
         label = int(label)
+    elif isinstance(label, str) and (whole := _WHOLE.fullmatch(label.strip())):
+        label = whole[1]
     if isinstance(label, float) or _FRACTION.fullmatch(str(label).strip()):
         raise DataError(f"{column} is {label}: classes are trained, no scores", CLASSES)
     return {"text": text, "label": label}
@@ -414,6 +425,7 @@ def _labelled(row: Row) -> Row | None:
 
 CLASSES = "give every row one class by its name or a whole number; no launch file trains scores or several labels"
 _FRACTION = re.compile(r"[-+]?\d*\.\d+(?:[eE][-+]?\d+)?")
+_WHOLE = re.compile(r"([-+]?\d+)\.0+")
 _OTHER_SAMPLES: Mapping[str, Callable[[Row], Row | None]] = {
     "preference": _preference,
     "unpaired": _unpaired,

@@ -454,6 +454,31 @@ def test_readers_of_role_and_content_get_no_chat_that_says_more(place: Path) -> 
     )
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_result_of_a_tool_is_learned(name: str, place: Path) -> None:
+    """gpt-oss writes the reasoning of a call no more once it is answered: all from there on was learned."""
+    scope = spans_with((TEMPLATES / f"{name}.jinja").read_text(), place)
+    result, final = {"role": "tool", "name": "weather", "content": "RESULT"}, say("assistant", "FINAL")
+    sample = scope["sample_of"]({**CHAT, "messages": [ASKED, CALL, result, final]}, "messages")
+    try:
+        rows = scope["chat_template"]().rows(sample)
+    except ValueError:
+        pytest.skip("the template takes no tools")
+    learned = [text[slice(*span)] for text, spans in rows for span in spans]
+    assert not any("RESULT" in piece or "{x}" in piece for piece in learned)
+    assert sum(piece.count("FINAL") for piece in learned) == 1
+    assert sum(piece.count("Z\u00fcrich") for piece in learned) <= 1
+
+
+def test_pictures_have_no_tools_beside_them_and_parts_may_be_texts(place: Path) -> None:
+    scope = spans_with(None, place)
+    with pytest.raises(ValueError, match="nothing here trains beside pictures"):
+        scope["pictured"]({}, scope["sample_of"](CHAT, "messages"))
+    scope["FORM"] = "pictures"
+    marked = scope["marked"]({"messages": [{"role": "user", "content": ["What is", {"type": "image"}, "?"]}]})
+    assert marked == {"messages": [say("user", "What is<image>?")]}
+
+
 def test_an_answer_like_the_end_of_an_end_gets_no_second_one(place: Path) -> None:
     scope = spans_with((TEMPLATES / "qwen2_5.jinja").read_text(), place)
     ((text, _),) = scope["chat_template"]().rows({"messages": [ASKED, say("assistant", ">")]})

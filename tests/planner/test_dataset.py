@@ -303,11 +303,18 @@ SAID = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"
         ("labelled", {"text": "a", "label": None}, None),
         ("labelled", {"text": "a", "label": "3.29"}, "3.29: classes are trained, no scores"),
         ("labelled", {"text": "a", "labels": ["x", "y"]}, "list: one class"),
+        ("labelled", {"text": "a", "label": "1.0"}, {"text": "a", "label": "1"}),
         ("unpaired", {"prompt": "a", "completion": "b", "label": "False"}, {"label": False}),
         ("unpaired", {"prompt": SAID[0], "completion": SAID[1], "label": 1}, {"completion": SAID[1], "label": True}),
         ("unpaired", {"prompt": "a", "completion": "b", "label": "good"}, "'good' instead of true or false"),
         ("pairs", {"query": "a", "pos": ["b"], "neg": ["c", "d"]}, {"anchor": "a", "positive": "b", "negative_2": "d"}),
         ("pairs", {"anchor": "a", "positive": "b", "negative": "c"}, {"negative": "c", "negative_1": "c"}),
+        ("pairs", {"query": "a", "pos": ["b", "c"]}, "2 positives in a row: one is trained"),
+        (
+            "pairs",
+            {"query": "a", "pos": "b", "neg": ["c"], "neg_scores": [0.5]},
+            {"anchor": "a", "positive": "b", "negative": "c", "negative_1": "c"},
+        ),
     ],
 )
 def test_rows_of_other_objectives_are_what_their_trainers_take(
@@ -327,6 +334,15 @@ def test_a_column_that_is_named_alone_is_read_beside_those_that_say_what_they_ar
     row = {"Frage": "a", "positive": "b", "text": "c"}
     assert renamed(row, {"anchor": "Frage"}) == {"frage": "a", "positive": "b", "text": "c", "anchor": "a"}
     assert renamed(row, {"text": "Frage"}) == {"text": "a"}
+
+
+def test_what_stands_beside_named_columns_is_kept() -> None:
+    """Each was lost in silence: tools and pictures of a chat, a preference's prompt, negatives, what a reward reads."""
+    row = {"A": "a", "B": "b", "system": "s", "tools": [], "images": [], "prompt": "p", "neg": ["c"], "neg_scores": [1]}
+    kept = {"system": "s", "tools": [], "images": [], "neg": ["c"]}
+    assert renamed(row, {"question": "A", "answer": "B"}) == kept | {"question": "a", "answer": "b"}
+    assert renamed(row, {"chosen": "A", "rejected": "B"}) == kept | {"prompt": "p", "chosen": "a", "rejected": "b"}
+    assert renamed({"A": "a", "solution": "42"}, {"prompt": "A"}) == {"a": "a", "solution": "42", "prompt": "a"}
 
 
 def test_prompts_of_turns_count_what_the_template_puts_around_them(tmp_path: Path) -> None:
