@@ -1,6 +1,7 @@
 """The optimizers: bytes, passes over memory, names in every tool, who steps them. To add one, add its row."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, final
 
 from planner.core.records import dataclass
@@ -156,6 +157,28 @@ def _row(shared: Mapping[str, Any], **overrides: Any) -> Optimizer:
     return Optimizer(**{**shared, **overrides})
 
 
+def _with_paged(
+    name: str, class_name: str, states: States, *, paged_aliases: tuple[str, ...] = (), **overrides: Any
+) -> tuple[Optimizer, Optimizer]:
+    """One of bitsandbytes' optimizers, whose kernel reads and writes each state, and its paged form.
+
+    Source: bitsandbytes 0.50 `GlobalPageManager`, `get_paged`: managed memory, evicted to the host under pressure.
+    """
+    moved = round(2.1 * states.eight_bit + 8.0 * states.fp32, 1)
+    shared = {**_BITSANDBYTES, "adamw": False, "planned": False, "tie_break": 4, "extra_bytes": moved}
+    plain = _row(shared, name=name, states=states, class_path=f"bitsandbytes.optim.{class_name}", **overrides)
+    return plain, replace(
+        plain,
+        name=f"paged-{name}",
+        tie_break=min(plain.tie_break + 1, 4),
+        paged=True,
+        transformers=f"paged_{name.replace('-', '_')}",
+        aliases=paged_aliases,
+        same_states=(),
+        class_path=f"bitsandbytes.optim.Paged{class_name}",
+    )
+
+
 _ROWS = (
     # Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101. PyTorch's default is the foreach form: about 20
     # passes, and one temporary of the size of all trained parameters (the square root of the second moments; PyTorch
@@ -218,51 +241,24 @@ _ROWS = (
         arguments={"weight_decay": 0.0, "fused": True},
     ),
     # Dettmers et al. 2022, 8-bit Optimizers, https://arxiv.org/abs/2110.02861; bitsandbytes runs a kernel per tensor.
-    _row(
-        _BITSANDBYTES,
-        name="adamw-8bit",
+    *_with_paged(
+        "adamw-8bit",
+        "AdamW8bit",
+        States(eight_bit=2),
+        adamw=True,
         planned=True,
         tie_break=2,
-        states=States(eight_bit=2),
-        extra_bytes=4.2,
         transformers="adamw_bnb_8bit",
         aliases=("adamw_8bit",),
-        class_path="bitsandbytes.optim.AdamW8bit",
     ),
-    # bitsandbytes 0.50 `GlobalPageManager`, `get_paged`: managed memory, evicted to the host under pressure.
-    _row(
-        _BITSANDBYTES,
-        name="paged-adamw-8bit",
-        planned=True,
-        tie_break=3,
-        states=States(eight_bit=2),
-        paged=True,
-        extra_bytes=4.2,
-        transformers="paged_adamw_8bit",
-        class_path="bitsandbytes.optim.PagedAdamW8bit",
-    ),
-    _row(
-        _BITSANDBYTES,
-        name="adamw-32bit",
-        planned=False,
-        tie_break=4,
-        states=States(fp32=2),
-        extra_bytes=16.0,
+    *_with_paged(
+        "adamw-32bit",
+        "AdamW32bit",
+        States(fp32=2),
+        adamw=True,
         transformers="",
         same_states=("adamw_anyprecision",),
-        class_path="bitsandbytes.optim.AdamW32bit",
-    ),
-    _row(
-        _BITSANDBYTES,
-        name="paged-adamw-32bit",
-        planned=False,
-        tie_break=4,
-        states=States(fp32=2),
-        paged=True,
-        extra_bytes=16.0,
-        transformers="paged_adamw_32bit",
-        aliases=("paged_adamw",),
-        class_path="bitsandbytes.optim.PagedAdamW32bit",
+        paged_aliases=("paged_adamw",),
     ),
     # Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235. transformers' is a Python loop, tensor by tensor in fp32
     # with two temporaries of the largest (the gradient's square, the update), and casts of gradient and parameter where
@@ -286,107 +282,27 @@ _ROWS = (
         class_path="transformers.optimization.Adafactor",
         arguments={"scale_parameter": False, "relative_step": False},
     ),
-    _row(
-        _BITSANDBYTES,
-        name="lion-8bit",
-        planned=False,
-        tie_break=4,
-        adamw=False,
-        states=States(eight_bit=1),
-        extra_bytes=2.1,
+    *_with_paged(
+        "lion-8bit",
+        "Lion8bit",
+        States(eight_bit=1),
         rate_rule="Lion",
         transformers="lion_8bit",
         same_states=("rmsprop_bnb_8bit",),
-        class_path="bitsandbytes.optim.Lion8bit",
     ),
-    _row(
-        _BITSANDBYTES,
-        name="paged-lion-8bit",
-        planned=False,
-        tie_break=4,
-        adamw=False,
-        states=States(eight_bit=1),
-        paged=True,
-        extra_bytes=2.1,
-        rate_rule="Lion",
-        transformers="paged_lion_8bit",
-        class_path="bitsandbytes.optim.PagedLion8bit",
-    ),
-    _row(
-        _BITSANDBYTES,
-        name="lion-32bit",
-        planned=False,
-        tie_break=4,
-        adamw=False,
-        states=States(fp32=1),
-        extra_bytes=8.0,
+    *_with_paged(
+        "lion-32bit",
+        "Lion32bit",
+        States(fp32=1),
         rate_rule="Lion",
         transformers="lion_32bit",
         aliases=("lion",),
         same_states=("rmsprop_bnb", "rmsprop_bnb_32bit"),
-        class_path="bitsandbytes.optim.Lion32bit",
-    ),
-    _row(
-        _BITSANDBYTES,
-        name="paged-lion-32bit",
-        planned=False,
-        tie_break=4,
-        adamw=False,
-        states=States(fp32=1),
-        paged=True,
-        extra_bytes=8.0,
-        rate_rule="Lion",
-        transformers="paged_lion_32bit",
-        aliases=("paged_lion",),
-        class_path="bitsandbytes.optim.PagedLion32bit",
+        paged_aliases=("paged_lion",),
     ),
     # Pagliardini et al. 2024, https://arxiv.org/abs/2409.03137: a slow average of the gradients beside AdamW's states.
-    _row(
-        _BITSANDBYTES,
-        name="ademamix-32bit",
-        planned=False,
-        tie_break=4,
-        adamw=False,
-        states=States(fp32=3),
-        extra_bytes=24.0,
-        transformers="ademamix",
-        class_path="bitsandbytes.optim.AdEMAMix",
-    ),
-    _row(
-        _BITSANDBYTES,
-        name="ademamix-8bit",
-        planned=False,
-        tie_break=4,
-        adamw=False,
-        states=States(eight_bit=3),
-        extra_bytes=6.3,
-        transformers="ademamix_8bit",
-        class_path="bitsandbytes.optim.AdEMAMix8bit",
-    ),
-    _row(
-        _BITSANDBYTES,
-        name="paged-ademamix-32bit",
-        planned=False,
-        tie_break=4,
-        adamw=False,
-        states=States(fp32=3),
-        paged=True,
-        extra_bytes=24.0,
-        transformers="paged_ademamix_32bit",
-        class_path="bitsandbytes.optim.PagedAdEMAMix",
-    ),
-    _row(
-        _BITSANDBYTES,
-        name="paged-ademamix-8bit",
-        planned=False,
-        tie_break=4,
-        adamw=False,
-        states=States(eight_bit=3),
-        paged=True,
-        extra_bytes=6.3,
-        transformers="paged_ademamix_8bit",
-        class_path="bitsandbytes.optim.PagedAdEMAMix8bit",
-    ),
+    *_with_paged("ademamix-32bit", "AdEMAMix", States(fp32=3), transformers="ademamix"),
+    *_with_paged("ademamix-8bit", "AdEMAMix8bit", States(eight_bit=3), transformers="ademamix_8bit"),
     # Without momentum: no state.
     _row(
         _TORCH,
