@@ -169,7 +169,7 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     answer = _answered(workload, observations, walked, dry_run=dry_run)
     if isinstance(answer, NoPlan) and usual:
         answer = _of_a_shorter_length(workload, observations, walked, dry_run=dry_run) or answer
-    return with_one_node_note(with_engine_note(answer, walked)) if isinstance(answer, Plan) else answer
+    return with_one_node_note(with_engine_note(answer, walked), walked) if isinstance(answer, Plan) else answer
 
 
 def _of_a_shorter_length(

@@ -351,14 +351,16 @@ def _by_device_map(
         return None
     cut = {"num_gpus": workload.num_gpus, "parallel": "fsdp2"}
     sharded = [branch.replace_trusted(**cut) for branch in branches(workload, dimension_values(workload))]
-    barred = [setup for setup in sharded if loading_refusal(workload.model, setup, workload.budget_bytes)]
-    if not barred:
+    reasons = [
+        (sum(weight_bytes(workload.model, setup).values()), reason)
+        for setup in sharded
+        if (reason := loading_refusal(workload.model, setup, workload.budget_bytes))
+    ]
+    if not reasons:
         return None
-    least = min(barred, key=lambda setup: sum(weight_bytes(workload.model, setup).values()))
     fixed = {**workload.fixed, "parallel": ("device-map",)}
     walked = _walk_fitting(replace(workload, fixed=fixed), corrections, cache)
-    reason = loading_refusal(workload.model, least, workload.budget_bytes)
-    words = f"a device map, whose GPUs take turns: {reason}"
+    words = f"a device map, whose GPUs take turns: {min(reasons)[1]}"
     return _plan(walked, [measured(words)]) if walked is not None else None
 
 

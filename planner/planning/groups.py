@@ -97,7 +97,9 @@ class WalkCache:
         key = (_memory_kind(workload), named, request, tuple(values.items()), layout)
         if key not in self._runs:
             self._runs[key] = tuple(_runs(workload, values, layouts))
-        return self._runs[key]
+        # cards that share all this have other sizes
+        budget = workload.budget_bytes
+        return [run for run in self._runs[key] if not loading_refusal(workload.model, run.setup, budget)]
 
     def peaks(self, workload: Workload, run: SetupGroup, loss: str) -> Peaks:
         """The peaks of a run with one loss, of the fullest rank."""
@@ -133,7 +135,7 @@ def _runs(
             # not every attention goes with a cut sequence
             cut = setup.context_degree > 1
             groups = same_kernels(model, gpu, setup, values["attention"]) if cut else of_branch
-            pairs, choices = _pairs(workload, setup, values), _choices(workload, setup, values)
+            pairs, choices = _pairs(workload, setup, values), _choices(model, setup, values)
             if pairs and choices:
                 yield from _runs_of(workload, values, setup, groups, choices, pairs)
 
@@ -226,12 +228,9 @@ def _expressed(
     return groups
 
 
-def _choices(workload: Workload, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:
+def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any, ...]]) -> Choices:
     if setup.single_gpu:
         return dict.fromkeys(values["loss"], tuple(values["optimizer"]))
-    model = workload.model
-    if loading_refusal(model, setup, workload.budget_bytes):
-        return {}
     choices: dict[str, tuple[str, ...]] = {}
     for loss, optimizer in product(values["loss"], values["optimizer"]):
         if not why_not(model, setup.replace_trusted(loss=loss, optimizer=optimizer)):

@@ -19,7 +19,7 @@ from planner.planning.decision.results import PREFERENCE_FRACTION
 from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
-from planner.setup.outcome import Candidate, speed_sides
+from planner.setup.outcome import Candidate, sides_of
 
 LAUNCHERS = ("accelerate", "deepspeed")
 """Targets that start another's program: on one GPU they add nothing."""
@@ -123,7 +123,7 @@ def with_engine_note(plan: Plan, cache: WalkCache) -> Plan:
         assert row.candidate is not None
         formula = row.candidate.formula
         speed = formula.tokens_per_s or 0.0
-        below, above = speed_sides(formula.time_band_fraction or 0.0, formula.bands) or (0.0, 0.0)
+        below, above = sides_of(formula) or (0.0, 0.0)
         times = f"{speed / (plan.chosen.formula.tokens_per_s or speed):.1f} x this"
         band = f"-{100 * below:.0f} to +{100 * above:.0f} %"
         words = f"{row.title}: {speed:,.0f} tokens/s predicted ({band}), {times}, left out: {row.refused}"
@@ -131,7 +131,11 @@ def with_engine_note(plan: Plan, cache: WalkCache) -> Plan:
     return plan
 
 
-def with_one_node_note(plan: Plan) -> Plan:
+WAITING_FROM_FRACTION = 0.2
+"""Of a step, sent and waited for, from which one node alone is planned too: below it half the GPUs are no faster."""
+
+
+def with_one_node_note(plan: Plan, cache: WalkCache) -> Plan:
     """The plan with one sentence where one of its nodes alone is faster than all of them over their network."""
     request, chosen = plan.workload, plan.chosen.formula
     cluster, waits = request.cluster, ("communication", "bubble")
@@ -141,15 +145,11 @@ def with_one_node_note(plan: Plan) -> Plan:
         return plan
     each = cluster.gpus_per_node
     one_node = replace(cluster, num_gpus=each, num_nodes=1, between=None)
-    alone = choose_alone(replace(request, cluster=one_node))
-    speed = (tokens_per_s(TargetChoice(target="", title="", candidate=alone)) or 0.0) if alone else 0.0
+    alone = choose_alone(replace(request, cluster=one_node), cache)
+    speed = (alone.formula.tokens_per_s or 0.0) if alone is not None else 0.0
     if speed <= chosen.tokens_per_s:
         return plan
     named = f"{each} GPU{'s' * (each > 1)} {speed:,.0f} tokens/s"
     words = f"one of these nodes alone is faster: {named}, all {chosen.tokens_per_s:,.0f} over their network"
     way = f"(--gpus {each}, without --nodes{', --interconnect and --parallel' * (each == 1)})"
     return replace(plan, notes=(measured(f"{words} {way}"), *plan.notes))
-
-
-WAITING_FROM_FRACTION = 0.2
-"""Of a step, sent and waited for, from which one node alone is planned too: below it half the GPUs are no faster."""

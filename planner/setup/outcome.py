@@ -28,6 +28,11 @@ class Band(NamedTuple):
     below: float
     above: float
 
+    @classmethod
+    def of_time(cls, fraction: float) -> "Band":
+        """Of tokens/s, where a step takes x or / (1 + `fraction`) as long."""
+        return cls(1 - 1 / (1 + fraction), fraction)
+
     def wider(self, other: "Band") -> "Band":
         """The wider on each side."""
         return Band(max(self.below, other.below), max(self.above, other.above))
@@ -47,7 +52,7 @@ def speed_sides(time_band_fraction: float | None, bands: Mapping[str, tuple[floa
     if max(sides) and 1 / (1 - sides.below) - 1 > time_band_fraction - 1e-6:
         return sides
     # a band that was widened since holds on both sides
-    return sides.wider(Band(1 - 1 / (1 + time_band_fraction), time_band_fraction))
+    return sides.wider(Band.of_time(time_band_fraction))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +227,17 @@ class ProbeFailure:
 
 
 Evidence = Prediction | Measurement | ProbeFailure
+
+
+def sides_of(evidence: Evidence) -> Band | None:
+    """How far the true tokens/s may lie on each side; None where nothing says."""
+    if isinstance(evidence, Prediction):
+        return speed_sides(evidence.time_band_fraction, evidence.bands)
+    if isinstance(evidence, ProbeFailure) or evidence.time_band_fraction is None:
+        return None
+    return Band(evidence.time_band_fraction, evidence.time_band_fraction)
+
+
 Fit = Literal["fits", "tight", "over"]
 
 

@@ -311,6 +311,13 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         return (self.tensor_degree > 1 and self.stream_degree == 1) or experts
 
     @property
+    def defers_reduction(self) -> bool:
+        """Whether whole gradients wait for the step's last micro-batch under FSDP2: without `sync_each_batch`, and
+        always where transformers cuts tensors at loading (of experts the launch files ask to reduce every time)."""
+        at_loading = self.sharded_at_loading and self.expert_degree == 1
+        return self.parallel == "fsdp2" and (at_loading or not self.sync_each_batch)
+
+    @property
     def wide_stacks(self) -> bool:
         """Whether a mixture's stacks of experts are fp32 where the weights beside them are not.
 

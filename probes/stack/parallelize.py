@@ -168,13 +168,11 @@ def _at_loading(model: Any, setup: TrainSetup, device: torch.device) -> Layout:
     inner = inner_model(model)
     with _untied(inner):
         type(inner).maybe_distribute_model(inner, config, TransformersDeviceMesh(dense, experts))
-    if setup.parallel == "fsdp2" and setup.expert_degree == 1:  # of experts the launch files ask to reduce every time
-        setup = setup.replace_trusted(sync_each_batch=False)
     return Layout(module=model, no_sync=_deferred(inner, setup))
 
 
 def _deferred(model: Any, setup: TrainSetup) -> Callable[[], AbstractContextManager[Any]]:
-    return nullcontext if setup.sync_each_batch else partial(_without_sync, model)
+    return partial(_without_sync, model) if setup.defers_reduction else nullcontext
 
 
 @contextmanager

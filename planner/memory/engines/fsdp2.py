@@ -132,7 +132,7 @@ class Fsdp2(Engine):
         if rest.tied:  # transformers wraps both ends of the tie
             allocations.append(weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE))
         allocations += _reducing(rest, groups, trained, local, setup, halves=2, keep=False, accumulated=accumulated)
-        if accumulated and not setup.sync_each_batch:
+        if accumulated and setup.defers_reduction:
             allocations += _waiting_gradients(
                 rest, setup, trained, local, expert_elements=share.stored * share.replicas
             )
@@ -204,7 +204,7 @@ def _block_by_block(
     if model.tied and setup.sharded_at_loading:  # transformers wraps both ends of the tie
         allocations.append(weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE))
     allocations += _reducing(model, groups, trained, local, setup, halves=halves, keep=keep, accumulated=accumulated)
-    if accumulated and (setup.sharded_at_loading or not setup.sync_each_batch):
+    if accumulated and setup.defers_reduction:
         allocations += _waiting_gradients(model, setup, trained, local)
     elif setup.offload != "parameters":
         allocations += _sharded_gradients(groups, local, setup.shards, accumulated)

@@ -392,8 +392,8 @@ def _note_refusals(
             key = (layout_key(setup), node)
             if key in results.by_layout_and_node or key in results.refused:
                 continue
-            unloaded = loading_refusal(workload.model, setup, workload.budget_bytes)
-            if reason := why_not(workload.model, setup) or unloaded:
+            model, budget = workload.model, workload.budget_bytes
+            if reason := why_not(model, setup) or loading_refusal(model, setup, budget):
                 results.refused[key] = reason
 
 

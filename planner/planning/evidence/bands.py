@@ -309,7 +309,7 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
     time = prediction.time_band_fraction
     # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it
     if time is not None:
-        sides = Band(1 - 1 / (1 + time), time)
+        sides = Band.of_time(time)
         if "tokens_per_s" in bands and setup.stack not in TRAINERS:
             sides = sides.wider(Band(*bands["tokens_per_s"]))
         time, bands["tokens_per_s"] = max(time, 1 / (1 - sides.below) - 1), sides

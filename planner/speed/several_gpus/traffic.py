@@ -68,7 +68,9 @@ def computed(setup: TrainSetup, conditions: Conditions = CURRENT) -> TrainSetup:
 def reduces_each(setup: TrainSetup, *, fsdp_1: bool) -> bool:
     """Whether each micro-batch's gradients are reduced to a rank's share, not the last one's sum: ZeRO 2 and 3, FSDP2
     as launch files here have it (`sync_each_batch`); published runs of FSDP 1 waited."""
-    return setup.parallel in ("zero2", "zero3") or (setup.parallel == "fsdp2" and setup.sync_each_batch and not fsdp_1)
+    return setup.parallel in ("zero2", "zero3") or (
+        setup.parallel == "fsdp2" and not setup.defers_reduction and not fsdp_1
+    )
 
 
 def traffic_of(part: ModelSpec, setup: TrainSetup, conditions: Conditions = CURRENT) -> Traffic:

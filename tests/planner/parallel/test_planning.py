@@ -18,6 +18,7 @@ from planner.memory.workload import Workload
 from planner.planning.answer import plan_workload
 from planner.planning.decision.layouts import FIELDS, layout_key
 from planner.planning.decision.results import LAYOUT_GAIN_FRACTION
+from planner.planning.groups import WalkCache
 from planner.planning.plan import Answer, NoPlan, Plan, correction_key
 from planner.planning.predict import cannot_run, device_peak_bytes, predict
 from planner.planning.refine import refine
@@ -217,6 +218,19 @@ def test_a_quantized_base_that_no_card_loads_whole_is_dealt_out_by_layers() -> N
     assert not cannot_run(model, card, setup.replace_trusted(transformers_version="4.57"))
 
 
+def test_what_one_card_loads_is_not_what_another_of_its_kind_does() -> None:
+    """One cache serves cards that run the same kernels; of 24 GB none loads the 4-bit 70B that one of 48 GB does."""
+    cache, small = WalkCache(), job("meta-llama/Llama-3.1-70B", "rtx-4090", 4)
+    twice = 2 * small.gpu.memory_bytes
+    large = replace(small, gpu=replace(small.gpu, memory_bytes=twice), memory_bytes=twice)
+    alone = plan_workload(small, explained=False)
+    plan_workload(large, cache=cache, explained=False)
+    after = plan_workload(small, cache=cache, explained=False)
+    assert isinstance(alone, Plan)
+    assert isinstance(after, Plan)
+    assert after.chosen.setup == alone.chosen.setup
+
+
 def test_offloading_beyond_a_usual_host_is_refused_with_its_bytes() -> None:
     """70B with 12 bytes and more per parameter do not fit beside two consumer cards; who asks for it is believed."""
     fixed = {"method": ("full",)}
@@ -365,6 +379,7 @@ def test_a_plan_over_a_slow_network_says_that_one_node_is_faster() -> None:
     """10 Gbit/s Ethernet between two nodes of eight H100: one node alone is more than twice as fast."""
     slow = make_cluster(find_gpu("h100-sxm"), 16, num_nodes=2, interconnect="ethernet-10")
     plan = planned(replace(job("meta-llama/Llama-3.1-8B", "h100-sxm", 16, fixed={"method": ("full",)}), cluster=slow))
-    noted = with_one_node_note(plan)
+    noted = with_one_node_note(plan, WalkCache())
     assert noted.notes[0].startswith("one of these nodes alone is faster: 8 GPUs ")
-    assert with_one_node_note(replace(plan, workload=replace(plan.workload, cluster=None))).notes == plan.notes
+    alone = replace(plan, workload=replace(plan.workload, cluster=None))
+    assert with_one_node_note(alone, WalkCache()).notes == plan.notes
