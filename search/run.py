@@ -117,8 +117,7 @@ def make_sampler(name: str) -> Sampler:
 
 POLL_S = 0.2
 GO_ON = "once it is mended, call it again to go on with what the store of measurements holds"
-ELSEWHERE = "waiting for a trial that another planner holds"
-TAKEN_OVER = f"it is taken over {GRACE_S} s after that planner's last sign"
+WAITS = f"waiting for a trial that another planner holds; it is taken over {GRACE_S} s after that planner's last sign"
 MAX_RECORDED_EXCLUSIONS = 20
 """Of the candidates that the formula excludes, the fastest this many become trials, and of those that no probe here
 runs as many; the number of all is recorded."""
@@ -283,7 +282,7 @@ class _Worker:
                 self._reason = claimed
             elif claimed is None:
                 waits_since = time.monotonic() if waits_since is None else waits_since
-                on_wait(f"{ELSEWHERE}; {TAKEN_OVER}", time.monotonic() - waits_since)
+                on_wait(WAITS, time.monotonic() - waits_since)
                 time.sleep(POLL_S)
             else:
                 waits_since = None
@@ -319,7 +318,7 @@ class _Worker:
             num_probes=len(durations_s), elapsed_s=time.monotonic() - self._started, durations_s=durations_s
         )
         if spent:
-            return f"{spent}, {ELSEWHERE}; {TAKEN_OVER}" if running else spent
+            return f"{spent}, {WAITS}" if running else spent
         claimed = study.claim(self._budget.max_probes)
         if claimed is not None:
             return claimed

@@ -243,11 +243,15 @@ class Study:
         result = []
         seen: set[str] = set()
         for trial in self.study.get_trials(deepcopy=False):
-            record = self._records.get(trial.number) or record_of(trial)
-            if record is None or not self._ours(trial, record):
+            if not self._same_conditions(trial):
                 continue
-            if trial.number not in self._records and trial.state.is_finished():
+            record = self._records.get(trial.number) or record_of(trial)
+            if record is None:
+                continue
+            if trial.state.is_finished():
                 self._records[trial.number] = record
+            if key_of(record.setup) not in self._problem.index:
+                continue
             if record.state is TrialState.FAIL:
                 continue
             if record.origin == EXCLUDED:
@@ -257,9 +261,11 @@ class Study:
             result.append(record)
         return result
 
+    def _same_conditions(self, trial: FrozenTrial) -> bool:
+        return bool(trial.user_attrs.get("conditions", "") == self._problem.conditions)
+
     def _ours(self, trial: FrozenTrial, record: TrialRecord) -> bool:
-        conditions = trial.user_attrs.get("conditions", "")
-        return bool(conditions == self._problem.conditions) and key_of(record.setup) in self._problem.index
+        return self._same_conditions(trial) and key_of(record.setup) in self._problem.index
 
     def answered(self) -> list[TrialRecord]:
         done = [record for record in self.records() if record.evidence is not None and record.state.is_finished()]

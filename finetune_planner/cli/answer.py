@@ -167,7 +167,7 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
     """
     if data.dataset is None:
         return None
-    from planner.frameworks.exporters.chat import SPLITS
+    from planner.frameworks.exporters.chat import splits
     from planner.frameworks.exporters.trl import REWARDED_BY, REWARDS
     from planner.samples.dataset import first_row, kind_of_data, measure, tokenizer_file
     from planner.samples.locate import path_of
@@ -204,5 +204,5 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
         columns=data.names,
         kinds=objective.data,
         loss_on=data.loss_on or "answers",
-        row_per_answer=bool(SPLITS.search(spec.model_id)),
+        row_per_answer=splits(spec.model_id),
     )

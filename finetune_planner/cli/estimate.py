@@ -69,10 +69,10 @@ class DryRunOptions:
                 hint="give --dataset FILE or --lengths MEAN:SD, and leave --no-dry-run out",
             )
         if self.dataset is not None:
-            from planner.frameworks.exporters.chat import SPLITS
+            from planner.frameworks.exporters.chat import splits
             from planner.samples.dataset import measure, tokenizer_file
 
-            split = bool(SPLITS.search(spec.model_id))
+            split = splits(spec.model_id)
             stats = measure(self.dataset, tokenizer=tokenizer_file(spec.model_id), row_per_answer=split)
             return stats.lengths_tokens, f"{self.dataset.name}, {stats.counted_with}"
         from planner.samples.lengths import stated_lengths

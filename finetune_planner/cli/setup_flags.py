@@ -74,9 +74,9 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
 def _one_card(names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
-    from planner.hardware.gpus import find_gpus, of_one_kind
+    from planner.hardware.gpus import of_kinds
 
-    raise of_one_kind([(card.key, card.memory_bytes, num or 1) for card, num in map(find_gpus, names)])
+    raise of_kinds(names)
 
 
 KINDS = {field.name: type(field.default) for of in (TrainSetup, Rollout) for field in fields_of(of)}

@@ -59,7 +59,7 @@ class ChatTemplate:
         if self.takes_parts:
             messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
         try:
-            return self.write(messages, tools=tools, add_generation_prompt=asks)
+            return self.write(messages, tools=tools or None, add_generation_prompt=asks)
         except Exception as error:
             if len(turns) < 2 or turns[0]["role"] != "system":
                 roles = [turn["role"] for turn in turns]

@@ -209,14 +209,15 @@ def choose_length(
     if longest <= length:
         length = max(64, -(-longest // 64) * 64)
     length = seq_len_tokens or min(length, max_tokens or length)
-    stats = whole.in_pieces(length) if whole.columns == "text" else whole.answered(length)
+    fitted = whole.in_pieces if whole.columns == "text" else whole.answered
+    stats = fitted(length)
     padded = stats.padding_fraction(micro_batch_seqs, length)
     packed = stats.packing_fraction(length)
     if packing is None:
         packing = packs and padded < 1 - PADDING_LIMIT and packed > padded
     if packing and seq_len_tokens is None and length < stats.lengths_tokens[-1] <= 2 * length:
         length = min(-(-stats.lengths_tokens[-1] // step) * step, max_tokens or 2 * length)
-        stats = whole.in_pieces(length) if whole.columns == "text" else whole.answered(length)
+        stats = fitted(length)
         padded, packed = stats.padding_fraction(micro_batch_seqs, length), stats.packing_fraction(length)
     unit = "samples" if whole.rows_per_sample == 1 else "rows"
     cut = (

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ pytest.importorskip("trl")
 from accelerate.state import AcceleratorState  # noqa: E402
 
 from finetune_planner.cli.app import run  # noqa: E402
-from planner.frameworks.exporters import EXPORTERS, DatasetChoice, prepare  # noqa: E402
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, prepare, trl  # noqa: E402
 from planner.samples.dataset import measure  # noqa: E402
 from planner.samples.locate import path_of  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
@@ -495,3 +496,8 @@ def test_what_is_cut_is_said(place: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"2 of 3 rows are longer than MAX_LENGTH (64 tokens): {sum(lengths[1:]) - 128} tokens are cut off" in told
     assert "2 answers cut short or off; 1 rows keep none and are left out" in told
     assert len(made(place, "tokens")) == 2
+
+
+def test_the_stand_in_reward_asks_for_the_columns_that_a_plan_looks_for() -> None:
+    text = resources.files("planner").joinpath("data/trl_rewards.py.txt").read_text("utf-8")
+    assert f"ANSWERS = {json.dumps(trl.REWARDED_BY)}".replace("[", "(").replace("]", ")") in text

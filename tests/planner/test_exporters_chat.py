@@ -52,9 +52,9 @@ def test_without_files_the_name_says_whether_a_tokenizer_has_a_template(
 def test_models_known_to_split_chats_are_those_whose_templates_do() -> None:
     """As trl 1.16's templates of them: tests/launch/test_data.py prepares rows of each."""
     for name in ("openai/gpt-oss-20b", "Qwen/Qwen3-8B", "unsloth/Qwen3-30B-A3B-bnb-4bit", "Qwen/Qwen3.5-4B"):
-        assert chat.SPLITS.search(name)
+        assert chat.splits(name)
     for name in ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen2.5-7B", "zai-org/GLM-4.5"):
-        assert not chat.SPLITS.search(name)
+        assert not chat.splits(name)
 
 
 def test_the_files_of_a_tokenizer_count_more_than_its_name(tmp_path: Path) -> None:

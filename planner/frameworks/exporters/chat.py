@@ -30,11 +30,16 @@ BASES = re.compile(
 )
 """Families whose models without such a word are bases, and words that say so."""
 
-SPLITS = re.compile(
+_SPLITS = re.compile(
     r"(^|[-_/])(gpt-oss-|phi-3(\.5)?-mini|qwen3-[\d.]+b(?!.*(instruct|coder))|qwen3\.[56]-)", re.IGNORECASE
 )
 """Models whose templates write an answer otherwise once the chat goes on, by TRL 1.16's copies (`chat_templates/`;
 Phi 3's ends what it writes, however long)."""
+
+
+def splits(model_id: str) -> bool:
+    """Whether the model's template makes a row of every answer, as far as its name tells."""
+    return bool(_SPLITS.search(model_id))
 
 
 def lacks_template(model_id: str) -> bool | None:

@@ -343,14 +343,18 @@ def run(trainer: str, processing: str, then: str = "", rows: str = "rows") -> st
     return f"\n{made}processing_class={processing}\n)\n{then}{COUNTS}{_RUN}"
 
 
-_RUN = """\
+_RUN = (
+    """\
 if trainer.is_world_process_zero():
     print("RUN " + json.dumps(counts))
-trainer.train(resume_from_checkpoint=os.environ.get("RESUME_FROM_CHECKPOINT"))
+"""
+    + common.TRAIN
+    + """\
 trainer.save_model()
 # A rank that ends inside the process group can abort at exit (pytorch issue 190489).
 trainer.accelerator.end_training()
 """
+)
 
 
 ROWS = '''

@@ -3,7 +3,7 @@
 import json
 
 from planner.frameworks.exporters import hf
-from planner.frameworks.exporters.common import family_refusal, model_refusal
+from planner.frameworks.exporters.common import TRAIN, family_refusal, model_refusal
 from planner.frameworks.exporters.hf import COUNTS, ROWS
 from planner.frameworks.exporters.text import call
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
@@ -87,11 +87,15 @@ model.max_seq_length = MAX_LENGTH
 if model.tokenizer.pad_token is None:
     model.tokenizer.pad_token = model.tokenizer.eos_token
 """
-_RUN = """
+_RUN = (
+    """
 trainer = SentenceTransformerTrainer(
     model=model, args=arguments, train_dataset=rows, loss=LOSS
 )
 COUNTSprint("RUN " + json.dumps(counts))
-trainer.train(resume_from_checkpoint=os.environ.get("RESUME_FROM_CHECKPOINT"))
+"""
+    + TRAIN
+    + """\
 trainer.save_model()
 """
+)
