@@ -110,7 +110,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         cells = []
         for level in ("program_s", "formula_s"):
             errors = [abs(row[level] / row["run_s"] - 1) for row in selected]
-            figures = (statistics.median(errors), percentile(map(abs, errors), 0.95), max(errors))
+            figures = (statistics.median(errors), percentile(errors, 0.95), max(errors))
             cells += [f"{100 * figure:.2f} %" for figure in figures]
         lines.append(f"| {name:34} | {len(selected)} | {' | '.join(cells)} |")
     worst = sorted(rows, key=lambda row: -abs(row["program_s"] / row["run_s"] - 1))[:8]

@@ -140,7 +140,7 @@ def summary(rows: dict[str, Any]) -> list[str]:
         if errors:
             lines.append(
                 f"{words}: {len(errors)} cells, median {100 * statistics.median(errors):.2f} %, "
-                f"95th percentile {100 * percentile(map(abs, errors), 0.95):.2f} %, worst {100 * max(errors):.2f} %"
+                f"95th percentile {100 * percentile(errors, 0.95):.2f} %, worst {100 * max(errors):.2f} %"
             )
     return lines
 

@@ -16,7 +16,7 @@ from planner.planning.failures.snapshot import Holder
 from planner.planning.plan import Plan
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION, request_form, to_jsonable
-from planner.setup.outcome import Candidate, Prediction, speed_level, speed_sides
+from planner.setup.outcome import Band, Candidate, Prediction, sides_of, speed_level, speed_sides
 from reports.extras import extras_from_dict
 from reports.plain import clean
 from reports.plan_json import candidate_from_dict, plan_from_dict
@@ -321,11 +321,12 @@ def _check(document: Mapping[str, Any]) -> dict[str, Any]:
         band_above_fraction=above,
         budget_bytes=document["budget_bytes"],
     )
+    time_band = prediction["time_band_fraction"]
     speed = BriefSpeed(
         tokens_per_s=prediction["tokens_per_s"],
         step_time_s=prediction["step_time_s"],
         level=document["speed_level"],
-        **_speed_band(prediction["time_band_fraction"], prediction["bands"]),
+        **_speed_band(time_band, speed_sides(time_band, prediction["bands"])),
     )
     changes = [_of(BriefChange, change) for change in document["changes"]]
     return _of(BriefCheck, {**document, "memory": memory, "speed": speed, "changes": changes})
@@ -392,13 +393,13 @@ def _figures(subject: Candidate) -> dict[str, Any]:
             tokens_per_s=speed.tokens_per_s,
             step_time_s=speed.step_time_s,
             level=speed_level(speed).value,
-            **_speed_band(speed.time_band_fraction, speed.bands if isinstance(speed, Prediction) else {}),
+            **_speed_band(speed.time_band_fraction, sides_of(speed)),
         ),
     }
 
 
-def _speed_band(fraction: float | None, bands: Mapping[str, tuple[float, float]]) -> dict[str, float | None]:
-    below, above = speed_sides(fraction, bands) or (None, None)
+def _speed_band(fraction: float | None, sides: Band | None) -> dict[str, float | None]:
+    below, above = sides or (None, None)
     return {"band_fraction": fraction, "band_below_fraction": below, "band_above_fraction": above}
 
 

@@ -10,7 +10,7 @@ from planner.core.units import gib
 from planner.memory.workload import Workload
 from planner.planning.plan import NoPlan, Plan
 from planner.setup.interchange import SCHEMA_VERSION, to_jsonable
-from planner.setup.outcome import Candidate, Fidelity, Measurement, Prediction, ProbeFailure, speed_level, speed_sides
+from planner.setup.outcome import Candidate, Fidelity, Measurement, Prediction, ProbeFailure, sides_of, speed_level
 from reports.charts import Chart, memory_bars
 from reports.compare import bars
 from reports.markdown import bullets, document, escape
@@ -21,7 +21,7 @@ from reports.plan_json import candidate_to_dict
 from reports.setup_text import setup_difference, setup_words, workload_words
 from reports.text import LEVEL_WORDS, failure_words, fit_word, memory_band_text, rate, speed_band
 
-Evidence = Prediction | Measurement
+SpeedEvidence = Prediction | Measurement
 HEADER = ("", "fits", "peak", "tokens/s", "level", "the plan is")
 RIGHT = ("peak", "tokens/s", "the plan is")
 PLAN = "the plan"
@@ -74,7 +74,7 @@ class Heat:
         """Files first."""
         return (*self.lanes, *((self.planned,) if self.planned is not None else ()))
 
-    def speeds(self, lane: Lane) -> tuple[Evidence, Evidence] | None:
+    def speeds(self, lane: Lane) -> tuple[SpeedEvidence, SpeedEvidence] | None:
         """What knows the plan's and a file's speed by one level: the formula's where their own differ. None where the
         file does not fit, a run that was asked for is missing, or one of them has no speed."""
         if self.planned is None or lane is self.planned or not lane.candidate.fits:
@@ -99,10 +99,8 @@ class Heat:
         return mine[0] > theirs[1] or mine[1] < theirs[0]
 
 
-def _ends(evidence: Evidence) -> tuple[float, float]:
-    speed, band = evidence.tokens_per_s or 0.0, evidence.time_band_fraction or 0.0
-    sides = speed_sides(band, evidence.bands) if isinstance(evidence, Prediction) else None
-    below, above = sides or (band, band)
+def _ends(evidence: SpeedEvidence) -> tuple[float, float]:
+    speed, (below, above) = evidence.tokens_per_s or 0.0, sides_of(evidence) or (0.0, 0.0)
     return speed * (1 - below), speed * (1 + above)
 
 

@@ -20,11 +20,10 @@ from planner.setup.outcome import (
     Evidence,
     Fidelity,
     Fit,
-    Measurement,
     Prediction,
     ProbeFailure,
+    sides_of,
     speed_level,
-    speed_sides,
 )
 from reports.plain import clean, joined, plural
 from reports.setup_text import layout_words, setup_words
@@ -103,10 +102,7 @@ SHOWN_MISS = 0.0005
 
 def speed_band(evidence: Evidence) -> str:
     """The same of a speed figure; of a measurement how far its steps wandered, and how well its trainer is known."""
-    if not isinstance(evidence, Prediction):
-        return "" if isinstance(evidence, ProbeFailure) else band_words(evidence.time_band_fraction)
-    sides = speed_sides(evidence.time_band_fraction, evidence.bands)
-    if sides is None:
+    if (sides := sides_of(evidence)) is None:
         return ""
     near = 0.0 <= sides.above - sides.below < PLUS_MINUS_WITHIN
     return band_words(sides.above) if near else sides_words(*sides)
@@ -140,16 +136,9 @@ def memory_marks(figures: Iterable[Evidence]) -> str:
 
 def speed_marks(figures: Iterable[Evidence]) -> str:
     """The same of speed figures."""
-    marked = (
-        (speed_level(evidence), None if isinstance(evidence, ProbeFailure) else _widest(evidence))
-        for evidence in figures
+    return _marks(
+        (speed_level(evidence), sides.widest if (sides := sides_of(evidence)) else None) for evidence in figures
     )
-    return _marks(marked)
-
-
-def _widest(evidence: Prediction | Measurement) -> float | None:
-    sides = speed_sides(evidence.time_band_fraction, evidence.bands) if isinstance(evidence, Prediction) else None
-    return evidence.time_band_fraction if sides is None else sides.widest
 
 
 def _marks(figures: Iterable[tuple[Fidelity, float | None]]) -> str:

@@ -1,7 +1,7 @@
 """Which cluster for a piece of work: what to rent, side by side with what else would do."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -124,8 +124,7 @@ class ClustersSheet(Sheet):
         best = nearest(self.options, self._limits)
         if best is None:
             return "Nothing fits on any of them: allow more GPUs or larger ones."
-        (words,) = _nearest([best], self._limits)
-        return f"The nearest, with {best.node.words}: {words}."
+        return f"The nearest, with {best.node.words}: {_over_words(best, self._limits)}."
 
     def _kept(self, node: Node) -> list[ClusterOption]:
         return [option for option in self.options if option.node == node and option.meets]
@@ -138,22 +137,20 @@ def _by_method(options: Sequence[ClusterOption], limits: Limits) -> list[tuple[s
         if not of_node:
             continue
         lines = [f"{label}: {_option_words(option)}" for label, option in picks(of_node).items()]
-        if not lines:
-            lines = [f"No cluster keeps the limits; the nearest is {words}." for words in _nearest(of_node, limits)]
+        if not lines and (best := nearest(of_node, limits)):
+            lines = [f"No cluster keeps the limits; the nearest is {_over_words(best, limits)}."]
         sections.append((node.words[0].upper() + node.words[1:], lines))
     return sections
 
 
-def _nearest(options: Sequence[ClusterOption], limits: Limits) -> Iterator[str]:
-    """What breaks the limits least, with which of them and by how much; nothing where nothing fits."""
-    if (best := nearest(options, limits)) is None:
-        return
+def _over_words(option: ClusterOption, limits: Limits) -> str:
+    """An option, with which limits it breaks and by how much."""
     broken: list[str] = []
-    if limits.deadline_s is not None and best.duration_s > limits.deadline_s:
-        broken.append(f"{seconds(best.duration_s - limits.deadline_s)} over the deadline")
-    if limits.budget_usd is not None and best.cost_usd is not None and best.cost_usd > limits.budget_usd:
-        broken.append(f"{dollars(best.cost_usd - limits.budget_usd)} over the budget")
-    yield joined((_option_words(best), *broken))
+    if limits.deadline_s is not None and option.duration_s > limits.deadline_s:
+        broken.append(f"{seconds(option.duration_s - limits.deadline_s)} over the deadline")
+    if limits.budget_usd is not None and option.cost_usd is not None and option.cost_usd > limits.budget_usd:
+        broken.append(f"{dollars(option.cost_usd - limits.budget_usd)} over the budget")
+    return joined((_option_words(option), *broken))
 
 
 def _title(model: ModelSpec, limits: Mapping[str, Any]) -> str:

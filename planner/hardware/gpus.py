@@ -80,8 +80,7 @@ def counted(text: str) -> tuple[int | None, str]:
     text = text.strip()[:MAX_NAME]
     if size_alone(text) is not None:  # "24 GB" is no 24 of a GB200
         return None, text
-    parts = re.split(r"\s*[+,&]\s*|\s+and\s+", text)
-    if len(parts) > 1 and all(parts):  # several kinds, each with a number of its own
+    if parts := _kinds(text):  # each with a number of its own
         with suppress(UnknownGpuError):
             for part in parts:
                 find_gpus(part)
@@ -91,6 +90,12 @@ def counted(text: str) -> tuple[int | None, str]:
             return int(match[1]), match[2]
     trailing = _COUNT_LAST.fullmatch(text) if text.count(":") < 2 else None
     return (int(trailing[2]), trailing[1]) if trailing is not None else (None, text)
+
+
+def _kinds(text: str) -> list[str]:
+    """The parts of a name of several cards ("A100 + 2x H100"); empty of one."""
+    parts = re.split(r"\s*[+,&]\s*|\s+and\s+", text)
+    return parts if len(parts) > 1 and all(parts) else []
 
 
 def without_size(name: str) -> str:
@@ -418,6 +423,15 @@ def of_one_kind(cards: Sequence[tuple[str, int, int]], here: str = "") -> UsageE
     )
 
 
+def of_kinds(names: Iterable[str]) -> UsageError:
+    """The same of names of cards.
+
+    Raises:
+        UnknownGpuError: one is no card.
+    """
+    return of_one_kind([(card.key, card.memory_bytes, num or 1) for card, num in map(find_gpus, names)])
+
+
 def _refuse_unlike(num: int) -> None:
     """The first so many of this machine's cards, or all where it has fewer, have to be of one kind.
 
@@ -465,10 +479,9 @@ def _named(text: str) -> GpuSpec:
         )
         error.could_be = tuple(agreeing)
         raise error
-    parts = re.split(r"\s*[+,&]\s*|\s+and\s+", text)
-    if len(parts) > 1 and all(parts):
+    if parts := _kinds(text):
         with suppress(UnknownGpuError):  # of one that is no card the whole text is said
-            raise of_one_kind([(card.key, card.memory_bytes, num or 1) for card, num in map(find_gpus, parts)])
+            raise of_kinds(parts)
     from planner.hardware.described import FORM, MEANING
 
     shown = text if len(text) <= 60 else text[:57] + "..."

@@ -152,9 +152,10 @@ def precision(settings: Settings, weights: str, autocast: str | None, method: st
         )
     if (weights, autocast) in PRECISIONS:
         return PRECISIONS[(weights, autocast)]
-    if autocast is not None and weights in ("bf16", "fp16"):
-        settings.assume(f"{weights} weights under {autocast} autocast are counted as {autocast}-autocast")
-        return "fp16-mixed" if method == "full" else "fp16-autocast"
+    if (weights, autocast) == ("bf16", "fp16"):
+        counted = "fp16-mixed" if method == "full" else "fp16-autocast"
+        settings.assume(f"bf16 weights under fp16 autocast are counted as {counted}")
+        return counted
     if method != "full":
         return precision_of(weights, autocast)
     settings.assume("fp16 weights without autocast are counted like bf16 ones (the same bytes)")

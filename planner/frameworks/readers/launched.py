@@ -1,7 +1,6 @@
 """From the commands of a script, notebook or task file to the run that the first readable one starts."""
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -99,10 +98,6 @@ class Launches:
             each = shell.num_visible(inside.environment) // max(1, int(processes)) if processes.isdigit() else 0
             if processes != "1" and each > 1 and not {"deepspeed", "fsdp"} & set(words):
                 alone = replace(inside, num_gpus=each)
-                seqs = words.get("per_device_train_batch_size", "1")
-                if "gradient_accumulation_steps" not in words and isinstance(seqs, str) and seqs.isdigit():
-                    share = math.ceil(swift.GLOBAL_BATCH / max(1, int(seqs)) / int(processes))
-                    extra["gradient_accumulation_steps"] = str(share)
                 reading = self._of_flags(command, swift.FORMAT, alone, {**extra, "device_map": "auto"})
                 note = (
                     f"of {processes} processes with a model over {each} GPUs each (DDP over device maps) one is counted"

@@ -76,8 +76,10 @@ def read(settings: Settings) -> ReadConfig:
     fp16 = settings.flag("fp16", weights == "fp16")
     autocast = "fp16" if fp16 else "bf16" if settings.flag("bf16", weights == "bf16") else None
     precision = common.precision(settings, weights, autocast, fields["method"])
-    # a device map is one process, whatever its GPUs
-    processes = 1 if settings.raw("device_map") == "auto" else settings.outside.num_gpus
+    processes = settings.outside.num_gpus
+    if settings.raw("device_map") == "auto":  # one process, or as many as are started, whatever their GPUs
+        started = settings.outside.environment.get("NPROC_PER_NODE", "1")
+        processes = max(1, int(started)) if started.isdigit() else 1
     steps = max(1, math.ceil(GLOBAL_BATCH / fields["micro_batch_seqs"] / processes))
     if not settings.has("gradient_accumulation_steps"):
         settings.assume(f"gradient_accumulation_steps absent: {steps}, for {GLOBAL_BATCH} sequences a step")

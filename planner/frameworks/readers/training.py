@@ -472,13 +472,11 @@ BITS_FIRST = ("HqqConfig", "AwqConfig", "GPTQConfig", "AutoRoundConfig", "HiggsC
 def bits_of(made: CallResult) -> int:
     """Bits of a weight under a quantizing configuration, by its own words (the weights' stand behind the activations':
     `Int8DynamicActivationInt4WeightConfig`); 0: nothing says."""
-    given = [*made.positional, *made.keywords.items()]
     for key in ("bits", "nbits", "w_bit", "bit_width"):
         if isinstance(bits := plain(made.argument(key, 0 if made.name in BITS_FIRST else -1)), int):
             return bits
     words = [made.name]
-    for value in given:
-        key, value = value if isinstance(value, tuple) else ("", value)
+    for key, value in [*(("", value) for value in made.positional), *made.keywords.items()]:
         if isinstance(value, CallResult) and (bits := bits_of(value)):
             return bits
         if any(word in key for word in ("activation", "scale", "compute")):

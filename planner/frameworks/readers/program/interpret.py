@@ -196,11 +196,14 @@ class Reader(Functions):
             truth = self.decided(node.test, self.place(node, scope) if decides else "")
         if truth is not None:
             taken, other = (node.body, node.orelse) if truth else (node.orelse, node.body)
-            self.program.branches |= dict.fromkeys(taken, True)
-            self.program.branches = dict.fromkeys(other, False) | self.program.branches
+            branches = self.program.branches
+            branches.update(dict.fromkeys(taken, True))
+            for statement in other:
+                branches.setdefault(statement, False)
             try:
                 self.block(taken, scope)
             except Raise:
+                branches.update(dict.fromkeys(other, True))
                 self.block(other, scope)
             return
         place = f"{self.place(node, scope)}: depends on a condition"
