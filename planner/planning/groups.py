@@ -13,7 +13,6 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_generation, attention_kernel, takes_cudnn
 from planner.memory.dtypes import dtype_policy_of
 from planner.memory.engines import why_not
-from planner.memory.states import loading_refusal
 from planner.memory.workload import Workload
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.encoders import encoder_of
@@ -97,9 +96,7 @@ class WalkCache:
         key = (_memory_kind(workload), named, request, tuple(values.items()), layout)
         if key not in self._runs:
             self._runs[key] = tuple(_runs(workload, values, layouts))
-        # cards that share all this have other sizes
-        budget = workload.budget_bytes
-        return [run for run in self._runs[key] if not loading_refusal(workload.model, run.setup, budget)]
+        return self._runs[key]
 
     def peaks(self, workload: Workload, run: SetupGroup, loss: str) -> Peaks:
         """The peaks of a run with one loss, of the fullest rank."""

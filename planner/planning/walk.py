@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.memory.model import memory_of
+from planner.memory.states import loading_refusal
 from planner.memory.workload import Workload
 from planner.memory.workspace import context_bytes
 from planner.planning.expressed import variants_as_run
@@ -131,7 +132,9 @@ def _walk(
     speeds, context = _Speeds(workload), context_bytes(workload.gpu)
     unchecked: dict[int, float] = {}  # by branch: tokens/s of the fastest that surely fits and checkpoints nothing
     outrun: set[int] = set()
-    for run in cache.runs(workload, values, layouts):
+    for run in cache.runs(workload, values, layouts):  # which cards of other sizes share
+        if loading_refusal(workload.model, run.setup, workload.budget_bytes):
+            continue
         limit_bytes = limit(run.shared) - context if limit is not None else None
         if (rival := run.rival) is not None:
             # where nothing limits them all fit
