@@ -568,6 +568,17 @@ def test_a_program_may_set_the_allocator_itself() -> None:
     assert EXPANDABLE not in overrides(unsaid, {"expandable_segments": "false"}).assumptions
 
 
+@pytest.mark.parametrize("words", ["True", "False"])
+def test_the_environment_of_a_config_of_trl_sets_the_allocator(words: str) -> None:
+    """trl 1.16 `TrlParser.parse_args_and_config`, in the process that the launched ones have their environment from."""
+    config = f"model_name_or_path: gpt2\nmax_length: 512\nenv:\n  PYTORCH_ALLOC_CONF: expandable_segments:{words}\n"
+    alone = read_text(config, "sft.yaml")
+    launched = read_text("trl sft --config sft.yaml\n", "run.sh", around=FileContext(written={"sft.yaml": config}))
+    for reading in (alone, launched):
+        assert reading.setup.expandable_segments == (words == "True")
+        assert EXPANDABLE not in reading.assumptions
+
+
 def test_a_stack_that_sets_the_allocator_does_so_in_every_launch(tmp_path: Path) -> None:
     (tmp_path / "a.yml").write_text("base_model: gpt2\nadapter: lora\nsequence_len: 512\nmicro_batch_size: 1\n")
     (tmp_path / "run.sh").write_text("axolotl train a.yml\n")

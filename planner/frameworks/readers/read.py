@@ -94,7 +94,8 @@ def read_text(
 
 def _with_segments(reading: ReadConfig, text: str, name: str) -> ReadConfig:
     """The reading with the allocator as its tool sets it, or a program for itself; a launch has said it already."""
-    allocator = allocator_of(text, {}) if name.endswith((".py", ".ipynb")) else ""
+    sets_variables = reading.format == trl.FORMAT or name.endswith((".py", ".ipynb"))
+    allocator = allocator_of(text, {}) if sets_variables else ""
     if allocator:
         segments = reading.setup.replace(expandable_segments="expandable_segments:True" in allocator)
         return replace(reading, setup=segments, origins={**reading.origins, "expandable_segments": name})

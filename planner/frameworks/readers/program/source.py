@@ -200,6 +200,7 @@ def _requoted(line: str) -> str:
 
 
 def environment_word(text: str, given: Mapping[str, str], name: str) -> str:
-    """What a program sets a variable of its environment to, else what it is given; "" where nobody sets it."""
-    match = re.search(rf"[\"']{name}[\"']\s?[\]:,]\s?=?\s?[\"']([^\"'\n]*)[\"']", text)
-    return match[1] if match is not None else given.get(name, "")
+    """What a program, or `env` in a config of TRL, sets a variable to, else what it is given; "" where nobody does."""
+    quoted = rf"[\"']{name}[\"']\s?[\]:,]\s?=?\s?[\"']([^\"'\n]*)[\"']"
+    match = re.search(rf"(?m){quoted}|^\s+{name}:\s*([^\"'\s]+)", text)
+    return (match[1] or match[2] or "") if match is not None else given.get(name, "")
