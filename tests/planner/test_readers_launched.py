@@ -480,6 +480,13 @@ TRL_WORDS = "--model_name_or_path gpt2 --max_length 64"
         ("trl sft --config t.yaml --num_processes 4", 4, "ddp"),
         ("trl sft --num_processes=4 --config t.yaml", 4, "ddp"),
         ("trl sft --config t.yaml --accelerate_config own.yaml", 6, "ddp"),
+        ("trl sft --config t.yaml --accelerate_config own.yaml --num_processes 2", 2, "ddp"),
+        (f"{LAUNCH_OWN} --num_processes=1 -m trl.scripts.sft {TRL_WORDS}", 1, "none"),
+        (
+            f"{LAUNCH_OWN.replace('own', 'zero')} --zero_stage 2 --num_processes 4 -m trl.scripts.sft {TRL_WORDS}",
+            4,
+            "zero2",
+        ),
         ("trl sft --config t.yaml --accelerate_config zero3", 8, "zero3"),
         ("trl sft --config t.yaml --accelerate_config zero3 --num_processes 2", 2, "zero3"),
         ("trl sft --config t.yaml --accelerate_config single_gpu", 1, "none"),
@@ -514,6 +521,36 @@ def test_the_processes_that_a_tool_hands_on_are_counted(
         (tmp_path / name).write_text(text)
     setup = read_config(tmp_path / "run.sh").setup
     assert (setup.num_gpus, setup.parallel) == (num_gpus, parallel)
+
+
+OF_FSDP = "{activation_checkpointing: true}"
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "checkpointing", "refused"),
+    [
+        (
+            ["--fsdp", "full_shard auto_wrap", "--fsdp_config", "fsdp.json", "--gradient_checkpointing", "false"],
+            "",
+            1,
+            False,
+        ),
+        (["--fsdp", "full_shard", "--fsdp_config", "fsdp.json"], "", 1, True),  # TRL's own is on
+        (["--gradient_checkpointing", "false"], f"distributed_type: FSDP\nfsdp_config: {OF_FSDP}\n", 1, False),
+        ([], f"distributed_type: FSDP\nfsdp_config: {OF_FSDP}\n", 1, True),
+        (["--gradient_checkpointing", "false"], "distributed_type: FSDP\n", 0, False),
+    ],
+)
+def test_fsdps_own_checkpointing_is_read_and_not_taken_twice(
+    words: list[str], file: str, checkpointing: int, refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "fsdp.json").write_text('{"activation_checkpointing": true}')
+    (tmp_path / "own.yaml").write_text((file or ACCELERATE) + "num_processes: 4\n" * bool(file))
+    (tmp_path / "run.sh").write_text(f"{LAUNCH_OWN} -m trl.scripts.sft {TRL_WORDS} {shlex.join(words)}")
+    config = read_config(tmp_path / "run.sh")
+    assert (config.setup.checkpointing, config.setup.parallel) == (checkpointing, "fsdp2")
+    assert (bool(config.refusals), config.setup.reentrant_checkpointing) == (refused, False)
+    assert not config.missing
 
 
 def test_a_files_hint_names_no_option_that_only_plan_has() -> None:

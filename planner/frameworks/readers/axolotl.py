@@ -227,8 +227,7 @@ def _checkpointing(settings: Settings) -> int:
     value = settings.raw("gradient_checkpointing", False)
     if value in ("offload", "offload_disk", "unsloth"):
         return 1
-    fsdp = settings.block("fsdp_config")
-    if fsdp.raw("activation_checkpointing") is True or fsdp.raw("fsdp_activation_checkpointing") is True:
+    if common.fsdp_checkpoints(settings.block("fsdp_config")):
         return 1
     if not settings.flag("gradient_checkpointing", False):
         return 0

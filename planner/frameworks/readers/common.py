@@ -9,6 +9,7 @@ from typing import Any
 from planner.core.errors import ConfigError, SetupError
 from planner.frameworks.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.frameworks.readers import versions
+from planner.frameworks.readers.loading import parse_json
 from planner.frameworks.readers.types import (
     FROZEN_ENCODER,
     ON_TEXT,
@@ -365,13 +366,40 @@ CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
 def checkpointing(settings: Settings, default: bool) -> int:
-    """0, 1 or n, by the current names or the deprecated ones."""
+    """0, 1 or n, by the current names or the deprecated ones, or FSDP's own."""
     key = settings.first(*CHECKPOINTING)
+    if fsdp_checkpoints(fsdp_block(settings)):
+        settings.refusals += [CHECKPOINTED_TWICE] * settings.flag(key, default)
+        return 1
     if not settings.has(key):
         settings.assume(f"{key} absent: {'on' if default else 'off'}, the tool's default")
     if not settings.flag(key, default):
         return 0
     return _kwargs(settings).integer("every_n_layers", 1, at_least=1)
+
+
+CHECKPOINTED_TWICE = "transformers' Trainer refuses FSDP's activation_checkpointing beside its own"
+"""Source: transformers 5.23 `Trainer.create_accelerator_and_postprocess`."""
+
+
+def fsdp_block(settings: Settings) -> Settings:
+    """TrainingArguments' `fsdp_config`: a block, or the file that it names, which is asked for where not at hand."""
+    value = settings.raw("fsdp_config", {})
+    if not isinstance(value, str) or not value.endswith(".json"):
+        return settings.block("fsdp_config")
+    text = settings.outside.read_relative(value)
+    if text is None:
+        for name in ("checkpointing", "offload"):
+            settings.ask(name, f": {value}, FSDP's config, is not beside it")
+    return Settings(parse_json(text or "{}", value), f"{settings.name}: {value}", settings.outside)
+
+
+def fsdp_checkpoints(block: Settings) -> bool:
+    """Whether FSDP checkpoints by itself, as its block says with or without the prefix: never in the reentrant form.
+
+    Source: accelerate 1.15 `Accelerator.prepare_model` (FSDP1), `fsdp2_apply_ac`.
+    """
+    return block.flag(block.first("activation_checkpointing", "fsdp_activation_checkpointing"), False)
 
 
 def _kwargs(settings: Settings) -> Settings:

@@ -1,15 +1,15 @@
 """From the commands of a script, notebook or task file to the run that the first readable one starts."""
 
-import json
 import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.core.records import dataclass
-from planner.frameworks.readers import litgpt, llamafactory, shell, swift, trl
+from planner.frameworks.readers import common, litgpt, llamafactory, shell, swift, trl
 from planner.frameworks.readers.formats import READERS, detect
 from planner.frameworks.readers.loading import parse_yaml
 from planner.frameworks.readers.program.source import environment_word
@@ -193,19 +193,28 @@ class Launches:
 
 
 def _launched(read: Callable[[FileContext], ReadConfig], command: shell.Command, around: FileContext) -> ReadConfig:
-    launcher = around.read_by_suffix(command.launcher) if command.launcher else None
-    if command.layout:
-        launcher = json.dumps(dict(command.layout))
-    return read(around) if launcher is None else under_launcher(read, launcher, around)
+    none = "{}" if command.layout else None
+    launcher = around.read_by_suffix(command.launcher) if command.launcher else none
+    return read(around) if launcher is None else under_launcher(read, launcher, around, command.layout)
 
 
-def under_launcher(read: Callable[[FileContext], ReadConfig], launcher: str, around: FileContext) -> ReadConfig:
-    """The setup that `read` gives under the text of the Accelerate config that it is launched with."""
-    settings = Settings(parse_yaml(launcher, "accelerate config").values, "accelerate config", around)
+def under_launcher(
+    read: Callable[[FileContext], ReadConfig],
+    launcher: str,
+    around: FileContext,
+    words: Mapping[str, Any] = MappingProxyType({}),
+) -> ReadConfig:
+    """The setup that `read` gives under the text of the Accelerate config that it is launched with; `words`: what the
+    command line says, which goes over the file."""
+    values = parse_yaml(launcher, "accelerate config").values
+    merged = {key: {**values[key], **words[key]} for key in words if isinstance(values.get(key), Mapping)}
+    settings = Settings({**values, **words, **merged}, "accelerate config", around)
     inside = replace(around, num_gpus=num_processes(settings))
     inner = read(inside)
     layout = read_accelerate(Settings(settings.values, settings.name, replace(inside, base=inner.setup)))
     setup = layout.setup
+    by_fsdp = settings.raw("distributed_type") == "FSDP" and common.fsdp_checkpoints(settings.block("fsdp_config"))
+    twice = by_fsdp and inner.setup.checkpointing and (inner.call_line or inner.format == trl.FORMAT)
     if setup.parallel == "ddp" and inner.setup.parallel in SHARDED:  # TrainingArguments shard, whatever started it
         setup = setup.replace(parallel=inner.setup.parallel, **inner.setup.layout)
     if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
@@ -214,6 +223,8 @@ def under_launcher(read: Callable[[FileContext], ReadConfig], launcher: str, aro
         inner,
         setup=setup,
         missing=tuple(entry for entry in inner.missing if entry.field not in OF_LAUNCHER),
+        reentrant=inner.reentrant and not by_fsdp,
+        refusals=(*inner.refusals, *([common.CHECKPOINTED_TWICE] if twice else [])),
         assumptions=(*inner.assumptions, *layout.assumptions),
         approximations=(*inner.approximations, *layout.approximations),
     )

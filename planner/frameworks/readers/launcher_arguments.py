@@ -60,31 +60,31 @@ def parse_launcher(launcher: str, words: Sequence[str], shown: int | None) -> La
         if flag in ("-m", "--module"):
             break
         index += 2 if takes else 1
-    layout = {} if config else _as_file(flags, num_gpus or 0)
+    layout = _as_file(flags)
+    if not config:
+        layout = {**layout, "num_processes": num_gpus or 0} if "distributed_type" in layout else {}
     gpus = num_gpus * num_nodes if num_gpus else None
     return LauncherArguments(gpus, num_nodes if num_gpus else 1, config, words[index:], open_, layout)
 
 
-OF_DEEPSPEED = ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps")
+OF_DEEPSPEED = {"zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps"}
 
 
-def _as_file(words: Mapping[str, str], num_gpus: int) -> dict[str, Any]:
-    """What `accelerate launch --use_deepspeed --zero_stage 3` says, as a file of Accelerate's would; {} of words that
-    spread nothing.
+def _as_file(words: Mapping[str, str]) -> dict[str, Any]:
+    """What `accelerate launch --use_deepspeed --zero_stage 3` says, as a file of Accelerate's would.
 
     Source: accelerate 1.15 `commands/launch.py`.
     """
-    file = words.get("deepspeed_config_file")
-    if "use_deepspeed" in words or file:
-        inner = {key: words[key] for key in OF_DEEPSPEED if key in words}
-        block = {"deepspeed_config": {"deepspeed_config_file": file} if file else inner}
-        kind = "DEEPSPEED"
-    elif "use_fsdp" in words:
-        block, kind = {"fsdp_config": {key: value for key, value in words.items() if key.startswith("fsdp_")}}, "FSDP"
-    else:
-        return {}
-    mixed = {"mixed_precision": words["mixed_precision"]} if "mixed_precision" in words else {}
-    return {"distributed_type": kind, "num_processes": num_gpus, **block, **mixed}
+    file, processes = words.get("deepspeed_config_file"), words.get("num_processes", "")
+    deepspeed = {key: words[key] for key in OF_DEEPSPEED & words.keys()}
+    says = {
+        "distributed_type": "DEEPSPEED" if "use_deepspeed" in words or file else "FSDP" * ("use_fsdp" in words),
+        "deepspeed_config": {"deepspeed_config_file": file} if file else deepspeed,
+        "fsdp_config": {key: value for key, value in words.items() if key.startswith("fsdp_")},
+        "mixed_precision": words.get("mixed_precision"),
+        "num_processes": int(processes) if processes.isdigit() else 0,
+    }
+    return {key: value for key, value in says.items() if value}
 
 
 def parse_tool_launcher(tool: str, words: Sequence[str], shown: int | None) -> LauncherArguments:
@@ -108,7 +108,7 @@ def parse_tool_launcher(tool: str, words: Sequence[str], shown: int | None) -> L
         ]
         parsed = parse_launcher("accelerate", launcher_words, shown)
         if parsed.config in OF_TRL:
-            return parsed._replace(num_gpus=parsed.num_gpus or OF_TRL_GPUS, config="")
+            return parsed._replace(num_gpus=parsed.num_gpus or OF_TRL_GPUS, config="", accelerate={})
         return parsed
     return LauncherArguments(shown)
 

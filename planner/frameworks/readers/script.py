@@ -532,7 +532,7 @@ class _Script:
 
         Source: transformers 5.23 `activation_checkpointing_enable`; torch 2.13 `checkpoint` (`use_reentrant` None).
         """
-        if self.unsloth:
+        if self.unsloth or common.fsdp_checkpoints(common.fsdp_block(self.arguments)):
             return False
         default = versions.reentrant(self.transformers, self.defaults if self.trl else None)
         arguments = self.arguments

@@ -319,7 +319,7 @@ def read_accelerate(settings: Settings) -> ReadConfig:
 def _layout(settings: Settings, kind: str, processes: int) -> tuple[Layout, dict[str, Any]]:
     if kind == "FSDP":
         block = settings.block("fsdp_config")
-        changes = {"checkpointing": 1} if block.flag("fsdp_activation_checkpointing", False) else {}
+        changes = {"checkpointing": 1} if common.fsdp_checkpoints(block) else {}
         layout = fsdp(settings, dict(block.values), version=1)  # accelerate 1.15's own default
         return layout | _mesh(settings, processes), changes
     if kind != "DEEPSPEED":

@@ -706,7 +706,8 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None, launcher: str = 
     config = next((word for word in named if word.endswith((".yaml", ".yml", ".json", ".toml"))), "")
     parsed = launcher_arguments.parse_tool_launcher(tool, rest, num_gpus)
     command = Command(tool=tool, target=config, arguments=tuple(words), launcher=parsed.config or launcher)
-    return replace(command, num_gpus=parsed.num_gpus, num_nodes=parsed.num_nodes, open_gpus=parsed.open)
+    command = replace(command, num_gpus=parsed.num_gpus, num_nodes=parsed.num_nodes, open_gpus=parsed.open)
+    return replace(command, layout=parsed.accelerate)
 
 
 def flags(arguments: tuple[str, ...]) -> dict[str, str | list[str] | Literal[True]]:

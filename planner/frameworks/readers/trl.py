@@ -60,9 +60,10 @@ def read(settings: Settings) -> ReadConfig:
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     if settings.model is not None and settings.model.model_type in SEEING:
         settings.assume(TEXT_ALONE)
+    own = common.fsdp_checkpoints(common.fsdp_block(settings))
     return config(
         TRL, settings, fields, dataset=settings.raw("dataset_name"), keys=of_transformers.keys,
-        only=of_transformers.only, reentrant=versions.reentrant(of_transformers, defaults),
+        only=of_transformers.only, reentrant=not own and versions.reentrant(of_transformers, defaults),
     )  # fmt: skip
 
 
@@ -170,8 +171,7 @@ def sharded(settings: Settings) -> Layout:
     if named not in (None, ""):
         return zero_stage(settings, named)
     if settings.raw("fsdp") or settings.has("fsdp_config"):
-        inner = settings.raw("fsdp_config", {})
-        block = inner if isinstance(inner, dict) else {}
+        block = dict(common.fsdp_block(settings).values)
         words = settings.raw("fsdp", True)
         if isinstance(words, list):
             words = " ".join(map(str, words))
