@@ -524,6 +524,7 @@ def test_the_processes_that_a_tool_hands_on_are_counted(
 
 
 OF_FSDP = "{activation_checkpointing: true}"
+FSDP_WORDS = ["--fsdp", "full_shard auto_wrap", "--fsdp_config", "fsdp.json"]
 
 
 @pytest.mark.parametrize(
@@ -535,7 +536,7 @@ OF_FSDP = "{activation_checkpointing: true}"
             1,
             False,
         ),
-        (["--fsdp", "full_shard", "--fsdp_config", "fsdp.json"], "", 1, True),  # TRL's own is on
+        (FSDP_WORDS, "", 1, True),  # TRL's own is on
         (["--gradient_checkpointing", "false"], f"distributed_type: FSDP\nfsdp_config: {OF_FSDP}\n", 1, False),
         ([], f"distributed_type: FSDP\nfsdp_config: {OF_FSDP}\n", 1, True),
         (["--gradient_checkpointing", "false"], "distributed_type: FSDP\n", 0, False),

@@ -60,10 +60,10 @@ def read(settings: Settings) -> ReadConfig:
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     if settings.model is not None and settings.model.model_type in SEEING:
         settings.assume(TEXT_ALONE)
-    own = common.fsdp_checkpoints(common.fsdp_block(settings))
+    by_fsdp = common.fsdp_checkpoints(common.fsdp_block(settings))
     return config(
         TRL, settings, fields, dataset=settings.raw("dataset_name"), keys=of_transformers.keys,
-        only=of_transformers.only, reentrant=not own and versions.reentrant(of_transformers, defaults),
+        only=of_transformers.only, reentrant=not by_fsdp and versions.reentrant(of_transformers, defaults),
     )  # fmt: skip
 
 
