@@ -808,6 +808,20 @@ REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
     )),
     (NotPlanned, "trains with PaddlePaddle", "train.py", ("import paddle\nfrom mine import go\ngo(paddle)\n",)),
     # other objectives
+    *(
+        (NotPlanned, f"trains with TRL's {trainer}:", "train.py", (
+            f"from trl.experimental.x import {trainer}\nfrom trl import TPOConfig\nm = m()\n"
+            f"{trainer}(model='gpt2', args=TPOConfig('o', max_length=64)).train()\n",
+        ))
+        for trainer in ("TPOTrainer", "SDFTTrainer", "SDPOTrainer")
+    ),
+    (NotPlanned, r"trains with \w+ \((vision|depth estimation|speech)\)", "train.py", tuple(
+        f"from transformers import *\nm = {model}\nTrainer(m, TrainingArguments('o')).train()\n"
+        for model in (
+            "AutoModelForUniversalSegmentation.from_pretrained('a/b')", "AutoModelForDepthEstimation.from_config(c)",
+            "ViTMAEForPreTraining(c)", "Wav2Vec2ForPreTraining(c)",
+        )
+    )),
     (NotPlanned, "rm by its name", "rm_qwen3b.yaml", (
         "model_name_or_path: m/m\ndo_train: true\ntrain_file_dir: a\nvalidation_file_dir: b\nuse_peft: true\n"
         "lora_rank: 8\nmax_source_length: 512\nmax_target_length: 512\ntarget_modules: all\n"

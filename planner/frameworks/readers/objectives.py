@@ -51,13 +51,15 @@ MODEL_PARTS = {
     "Vision2Seq": "vision", "ImageTextToText": "vision", "ImageClassification": "vision", "VisionModel": "vision",
     "MultimodalLM": "vision", "CTC": "speech", "SpeechSeq2Seq": "speech", "Whisper": "speech",
     "AudioClassification": "speech", "TextToWaveform": "speech", "UNet2D": "diffusion", "Transformer2D": "diffusion",
-    "DiffusionPipeline": "diffusion", "StableDiffusion": "diffusion", "SemanticSegmentation": "vision",
+    "DiffusionPipeline": "diffusion", "StableDiffusion": "diffusion", "Segmentation": "vision", "ViTMAE": "vision",
     "ObjectDetection": "vision", "SentenceTransformer": "embedding", "ValueHead": "reinforcement learning",
     "VLForConditional": "vision", "VLMoeForConditional": "vision", "Idefics": "vision", "Llava": "vision",
     "PaliGemma": "vision", "Mllama": "vision", "SmolVLM": "vision", "InternVL": "vision", "AudioFlamingo": "speech",
-    "Csm": "speech", "Seq2SeqSpeech": "speech",
+    "Csm": "speech", "Seq2SeqSpeech": "speech", "Wav2Vec2": "speech",
 }  # fmt: skip
 """Parts of model classes' names -> what is trained with them."""
+OF_LANGUAGE = ("CausalLM", "Seq2SeqLM", "PreTraining", "TextEncoding")
+"""What transformers' classes of language models are for, as their names end."""
 WITH_VISION = (
     "Qwen2VLFor", "Qwen2_5_VLFor", "Qwen3VLFor", "Qwen3VLMoeFor", "LlavaFor", "Mistral3For", "Idefics3For",
     "SmolVLMFor", "InternVLFor", "AutoModelForVision2Seq", "AutoModelForImageTextToText", "AutoModelForMultimodalLM",
@@ -144,7 +146,11 @@ def of_other_trainer(classes: Iterable[str]) -> tuple[str, str]:
 def of_model(classes: Iterable[str]) -> tuple[str, str]:
     """(what is trained with them, the class that says so) of models' classes; "" twice: a language model's."""
     matches = ((trained, name) for part, trained in MODEL_PARTS.items() for name in classes if part in name)
-    return next(matches, ("", ""))
+    automatic = [name for name in classes if name.startswith("AutoModelFor") and not name.endswith(OF_LANGUAGE)]
+    others = (
+        (re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name.removeprefix("AutoModelFor")).lower(), name) for name in automatic
+    )
+    return next(matches, None) or next(others, ("", ""))
 
 
 def of_recipe(tool: str, words: Iterable[str]) -> str:

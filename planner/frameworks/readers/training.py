@@ -157,6 +157,8 @@ def find(program: Program, name: str) -> Training:
 
 def _recognise(training: Training, trainer: CallResult, name: str) -> None:
     training.objective = PLANNED.get(trainer.name, "sft")
+    if trainer.package == "trl" and trainer.name not in (*PLANNED, *OTHER_TRAINERS, *HF_TRAINERS):
+        raise refusal(f"{name} trains with TRL's {trainer.name}", RUN_IT)
     if trainer.name not in PLANNED:
         objective, called = of_other_trainer((trainer.name, trainer.owner))
         if objective:
@@ -322,6 +324,10 @@ def _follow_model(training: Training, model: Value | None, name: str) -> None:
                 training.unknown_model = training.built = f"{last.where}: what {last.name or 'a call'}() makes"
             return
         training.model_calls.append(model)
+        if model.name == "from_config" or model.name[:1].isupper():  # built, not loaded
+            objective, kind_of = of_model((model.owner, model.name))
+            if objective not in ("", "embedding"):
+                raise _other_objective(name, objective, kind_of)
         if model.name == "SentenceTransformer":
             training.loader = embedding.loader_of(model)
             return
