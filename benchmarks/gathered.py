@@ -3,7 +3,7 @@
     python -m benchmarks.gathered            # the page docs/accuracy/gathered.md, from the formula of today
     python -m benchmarks.gathered --first    # also records the first look at rows that have none
     python -m benchmarks.gathered --dry-runs # also dry-runs what is not recorded (one GPU, uncompiled; minutes)
-    python -m benchmarks.gathered --list dlrover mistral_finetune  # memory of these sources run by run, nothing written
+    python -m benchmarks.gathered --list dlrover mistral_finetune  # these sources run by run, nothing written
 
 Rows are `benchmarks/data/gathered.jsonl`, in the form of `benchmarks.measured`, each with its source
 (repository@commit:path). Half of each source, by the checksum of its configuration, is *kept out*: no constant and no
@@ -90,30 +90,35 @@ def look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, tuple[float, flo
 
 
 def listing(groups: Collection[str]) -> str:
-    """The memory of some sources' runs: each with its prediction and band, and by number of GPUs how many of those
-    whose mapping is sure lie inside, the median error, and how many of the others were predicted too low."""
+    """Every figure of some sources' runs with its prediction and band; then, by kind and half, of those whose mapping
+    is sure: how many lie inside, the median error, and how many of the others were predicted too low."""
     lines, sure = [], defaultdict(list)
     for row in rows():
         if row.group not in groups or row.setup is None or row.unmapped:
             continue
         ratios, bands = look(row)
-        for what in (metric for metric in METRICS[:3] if metric in ratios):
-            measured, ratio, (below, above) = row.measured(what) or 0, ratios[what], bands[what]
+        half = "kept out" if kept_out(row) else ""
+        for what, ratio in ratios.items():
+            speed = what == "tokens_per_s"
+            measured, (below, above) = row.measured(what) or 0, bands[what]
             miss = "too low" if 1 / ratio > 1 + above else "too high" if 1 / ratio < 1 - below else ""
-            is_sure = row.memory_confidence in ("A", "B")
+            confidence = row.speed_confidence if speed else row.memory_confidence
+            is_sure = confidence in ("A", "B") and not otherwise(row, what)
             if is_sure:
-                sure["one GPU" if row.num_gpus == 1 else "several GPUs"].append((ratio, miss))
+                kind = f"{'speed' if speed else 'memory'}, {'one GPU' if row.num_gpus == 1 else 'several GPUs'}"
+                sure[kind, half].append((ratio, miss))
+            predicted, meant = (f"{v:,.0f}" if speed else gib(v) for v in (ratio * measured, measured))
             lines.append(
-                f"{row.id:24} {'kept out' if kept_out(row) else '':8} {'' if is_sure else 'unsure':6} {row.num_gpus:3} "
-                f"{what:9} {gib(ratio * measured):>9} (-{below:.0%} to +{above:.0%}), measured {gib(measured):>9}: "
-                f"{ratio - 1:+.1%} {miss}"
+                f"{row.id:24} {half:8} {'' if is_sure else 'unsure':6} {row.num_gpus:3} {NAMES.get(what, what):9} "
+                f"{predicted:>9} (-{below:.0%} to +{above:.0%}), measured {meant:>9}: {ratio - 1:+.1%} {miss}"
             )
-    for gpus, outcomes in sorted(sure.items()):
+    for (kind, half), outcomes in sorted(sure.items()):
         misses = [miss for _, miss in outcomes if miss]
         error = statistics.median(abs(ratio - 1) for ratio, _ in outcomes)
+        low = sum(ratio < 1 for ratio, _ in outcomes)
         lines.append(
-            f"{gpus}, sure: {len(outcomes) - len(misses)} of {len(outcomes)} inside their bands, median {error:.1%}; "
-            f"{misses.count('too low')} of {len(misses)} misses too low"
+            f"{kind}, {half or 'open'}: {len(outcomes) - len(misses)} of {len(outcomes)} inside their bands, median "
+            f"{error:.1%}, {low} too low; {misses.count('too low')} of {len(misses)} misses too low"
         )
     return "\n".join(lines) + "\n"
 
@@ -241,7 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", action="store_true", help="record the first look at rows that have none")
     parser.add_argument("--dry-runs", action="store_true", help="dry-run what is not recorded")
-    parser.add_argument("--list", nargs="+", default=(), metavar="SOURCE", help="memory of these sources, run by run")
+    parser.add_argument("--list", nargs="+", default=(), metavar="SOURCE", help="these sources, run by run")
     args = parser.parse_args()
     if args.list:
         sys.stdout.write(listing(args.list))
