@@ -28,8 +28,8 @@ from planner.planning.decision.candidates import Ranked, candidate
 from planner.planning.decision.choosing import choose, choose_alone
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
 from planner.planning.decision.node import Node, node_of_setup
-from planner.planning.decision.policy import compile_s, job_notes
-from planner.planning.decision.results import SHARED_MEMORY, WalkResults, merged
+from planner.planning.decision.policy import compile_s, job_notes, worst_quality
+from planner.planning.decision.results import SHARED_MEMORY, NodeResults, WalkResults, merged
 from planner.planning.decision.tree import SingleGpuAnswer, answers, kernels_words, preferred_nodes
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
 from planner.planning.groups import WalkCache
@@ -385,18 +385,36 @@ def _of_some_target(
     reason = unwritten(workload, fastest.setup)
     if not reason:
         return None
-    order = preferred_nodes(workload)
-    options: list[tuple[int, float, str, _Walked]] = []
-    for name in writers(workload):
-        walked = _walk_fitting(replace(workload, targets=(name,)), corrections, cache)
-        if walked is not None and walked.node is not None and walked.best is not None:
-            options.append((order.index(walked.node), -walked.best.tokens_per_s, name, walked))
+    named = (_walk_fitting(replace(workload, targets=(name,)), corrections, cache) for name in writers(workload))
+    options = [walked for walked in named if walked is not None]
     if not options:
         return None
-    _, slowness, _, walked = min(options, key=lambda option: option[:3])
+    walked = _least_lossy(workload, options, fastest)
     speed = f"{fastest.tokens_per_s:,.0f} tokens/s"
     note = measured(f"no tool has a file for the fastest setup ({speed}): {reason}")
-    return walked, (note,) if -slowness < fastest.tokens_per_s else ()  # what a tool runs otherwise may be faster
+    assert walked.best is not None
+    slower = walked.best.tokens_per_s < fastest.tokens_per_s  # what a tool runs otherwise may be faster
+    return walked, (note,) if slower else ()
+
+
+def _least_lossy(workload: Workload, options: Sequence[_Walked], fastest: WalkedSetup) -> _Walked:
+    """Of walks that fit the one whose best setup is best, as in one walk: by node, matrices, what surely fits, and then
+    by `NodeResults`."""
+    order = preferred_nodes(workload)
+
+    def rank(walked: _Walked) -> tuple[int, bool, bool]:
+        assert walked.node is not None
+        assert walked.best is not None
+        fewer = walked.best.shared.lora_targets != fastest.shared.lora_targets
+        return order.index(walked.node), fewer, not walked.results.nodes()[walked.node].sure
+
+    first = min(map(rank, options))
+    alike = [(walked, walked.best) for walked in options if walked.best is not None and rank(walked) == first]
+    points = [point for _, point in alike]
+    worst = worst_quality((point.shared, point.tokens_per_s) for point in points)
+    limits = alike[0][0].results.nodes()[order[first[0]]].limits
+    best = NodeResults(limits=limits, sure=points, worst_quality=worst).best()
+    return next(walked for walked, point in alike if point is best)
 
 
 def quantizes_again(workload: Workload) -> bool:

@@ -1,11 +1,13 @@
 """Which attention kernel runs where: the rules of PyTorch's SDPA, by card, data type, mask and head layout."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from planner.core.errors import UsageError
 from planner.frameworks.exporters import EXPORTERS
+from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import (
     FLASH,
@@ -218,9 +220,14 @@ def test_flex_attention_is_for_sinks_and_holds_no_scores() -> None:
     fixed = {"attention": ("flex-attention",)}
     long = planned(PlanRequest(fixed=fixed, seq_len=60_000, global_batch=8).workload(gpt_oss, gpu))
     assert long.chosen.setup.attention == "flex-attention"
-    refused = plan_workload(PlanRequest(seq_len=16_384).workload(gpt_oss, gpu))
+    of_two = PlanRequest(seq_len=16_384, fixed={"method": ("lora",)}).workload(gpt_oss, gpu, make_cluster(gpu, 2))
+    refused = plan_workload(of_two)
     assert isinstance(refused, NoPlan)
     assert "--attention flex-attention" in refused.remedies[0].action
+    short = planned(replace(of_two, seq_len_tokens=1024))
+    (why,) = (answer.reason for answer in short.tree if answer.question == "Which attention kernel?")
+    assert "no gradient of attention sinks" in why
+    assert "--attention flex-attention" in why
     with pytest.raises(UsageError, match="attention sinks"):
         plan_workload(PlanRequest(fixed=fixed).workload(loaded("meta-llama/llama-3.1-8b"), gpu))
     launch = EXPORTERS["hf"](request(long.chosen.setup, model=gpt_oss))

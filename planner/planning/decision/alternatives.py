@@ -362,11 +362,11 @@ LEAST_EDGE = 112
 
 
 def _opt_in(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """The first by which something fits on one GPU of what no plan takes unasked: FlexAttention, and programs."""
-    if workload.targets or workload.num_gpus > 1:
+    """The first by which something fits of what no plan takes unasked: FlexAttention, and programs."""
+    if workload.targets:
         return
-    requests = [(f"--target {name}", replace(workload, targets=(name,))) for name in workload.objective_spec.targets]
-    requests = [entry for entry in requests if taken_when_asked(entry[1].targets[0])]
+    programs = filter(taken_when_asked, workload.objective_spec.targets)
+    requests = [(f"--target {name}", replace(workload, targets=(name,))) for name in programs]
     if "attention" not in workload.fixed and not attention_refusal(workload.model, FLEX):
         requests.insert(0, (f"--attention {FLEX}", replace(workload, fixed={**workload.fixed, "attention": (FLEX,)})))
     for words, request in requests:

@@ -11,7 +11,12 @@ from collections.abc import Iterator, Mapping
 from planner.core.errors import SetupError
 from planner.core.units import gib, percent
 from planner.frameworks.hyperparameters import OVERFITTING_TOKENS_PER_PARAM
-from planner.memory.attention_kernels import linear_attention_refusal, missing_kernels
+from planner.memory.attention_kernels import (
+    attention_refusal,
+    flash_refusal,
+    linear_attention_refusal,
+    missing_kernels,
+)
 from planner.memory.engines import why_not
 from planner.memory.model import predict_memory
 from planner.memory.workload import Workload
@@ -30,6 +35,7 @@ from planner.planning.refine import never_runs
 from planner.planning.rollouts import vllm_needs, vllm_refusal
 from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup
+from planner.setup.allowed import FLEX
 from planner.setup.outcome import Candidate
 from planner.setup.packages import CHUNKED_TYPES, DELTA, PACKAGED
 from planner.speed import speed_profile
@@ -289,7 +295,7 @@ def _compile_answer(workload: Workload, setup: TrainSetup) -> Answer:
 def _program_answer(workload: Workload, best: WalkedSetup, results: NodeResults) -> Answer:
     setup, title = best.setup, best.shared.trainer_title
     if workload.targets:
-        return Answer("Which program?", title, "asked for (--target)")
+        return Answer("Which program?", title, "planned as it runs it (--target)")
     if setup.stack == DEFAULT:
         reason = f"no other that is open to a plan gains more than {percent(PREFERENCE_FRACTION)}"
         return Answer("Which program?", title, reason)
@@ -354,6 +360,9 @@ def activation_answers(
     # What the chosen attention does on this card.
     if "sdpa" not in workload.model.attentions and family.attention == "eager":
         attention = "no fused kernel supports this model's attention"
+        if not attention_refusal(workload.model, FLEX):
+            compared = f"FlexAttention has, but no run of it was compared (--attention {FLEX})"
+            attention = f"{flash_refusal(workload.model)}; {compared}"
     elif attention_kernels(workload.model, workload.gpu, family) & {"math", "eager"}:
         attention = "no fused kernel takes this on the card: tokens x tokens matrices are kept"
     else:
