@@ -11,7 +11,7 @@ from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.core.units import gib, percent
 from planner.frameworks.readers.evaluating import setting_of
-from planner.frameworks.readers.types import ReadConfig, UpperBound
+from planner.frameworks.readers.types import Bound, LowerBound, ReadConfig, UpperBound
 from planner.frameworks.tools import changed_fields
 from planner.hardware.cluster import GPUS_PER_NODE
 from planner.hardware.gpu import GpuSpec
@@ -122,16 +122,23 @@ def without_cache_bytes(prediction: Prediction) -> int:
 def band_of(prediction: Prediction, config: ReadConfig | None = None) -> Band:
     """The band of a step's peak: as far on each side as published runs lie, and wider by each setting of the config
     that is not followed exactly."""
-    bounds = [text for text in config.approximations if isinstance(text, UpperBound)] if config is not None else []
-    num_others = len(config.approximations) - len(bounds) if config is not None else 0
+    approximations = config.approximations if config is not None else ()
+    num_upper, num_lower = (sum(isinstance(text, kind) for text in approximations) for kind in (UpperBound, LowerBound))
     below, above = prediction.memory_band
     if config is not None and config.label_tokens:  # nothing takes less of the card than by the shorter of both
         below = max(below, 1 - config.label_tokens / config.setup.seq_len_tokens)
-    below += APPROXIMATION_BAND_FRACTION * (num_others + len(bounds))
-    if over := {category for bound in bounds for category in bound.categories}:
-        counted = sum(term.size_bytes for term in prediction.terms if term.category in over)
-        below = 1 - (1 - below) * (1 - counted / prediction.peak_device_bytes)
-    return Band(min(0.95, below), above + APPROXIMATION_BAND_FRACTION * num_others)
+    below += APPROXIMATION_BAND_FRACTION * (len(approximations) - num_lower)
+    above += APPROXIMATION_BAND_FRACTION * (len(approximations) - num_upper)
+    below += (1 - below) * _bounded_fraction(prediction, approximations, UpperBound)
+    above += (1 + above) * _bounded_fraction(prediction, approximations, LowerBound)
+    return Band(min(0.95, below), above)
+
+
+def _bounded_fraction(prediction: Prediction, approximations: Sequence[str], kind: type[Bound]) -> float:
+    """What the approximations of a kind are about, of the device peak."""
+    bounded = {category for text in approximations if isinstance(text, kind) for category in text.categories}
+    counted = sum(term.size_bytes for term in prediction.terms if term.category in bounded)
+    return counted / prediction.peak_device_bytes if counted else 0.0
 
 
 def certain_bytes(prediction: Prediction, config: ReadConfig) -> int:

@@ -43,8 +43,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "the Unsloth script is written for one GPU"
     if setup.precision == "bf16-pure" and setup.method != "full":
         return "Unsloth trains adapters under autocast (bf16-autocast works)"
-    if setup.method == "full" and setup.precision in ("bf16-autocast", "fp16-mixed"):
-        return f"Unsloth has no {setup.precision} full fine-tuning (bf16-pure, bf16-mixed and fp32 work)"
+    if setup.method == "full" and setup.precision in ("bf16-autocast", "fp32"):
+        return f"Unsloth has no {setup.precision} full fine-tuning (bf16-pure, bf16-mixed and fp16-mixed work)"
     if setup.precision == "fp32" and setup.method != "full":
         return "Unsloth loads a frozen base in 16 bits"
     eager = setup.replace(attention="eager")  # it picks its attention itself

@@ -15,6 +15,7 @@ from planner.frameworks.readers.types import (
     ON_TEXT,
     TEXT_ALONE,
     TRAINED,
+    LowerBound,
     Missing,
     ReadConfig,
     UpperBound,
@@ -74,6 +75,10 @@ DTYPES = {
     "fp16": "fp16", "half": "fp16",
 }  # fmt: skip
 
+FAKE_QUANTIZED = LowerBound("fake-quantized copies of weights are not counted", "weights", "activations")
+"""Measured: Unsloth 2025.10 on a T4, Qwen3-4B, int4: 14.1 GiB reserved, 8.2 without them (its QAT notebook)."""
+TILED_MLP = UpperBound("an MLP in pieces of the sequence is counted whole", "activations", "workspace")
+"""Measured: Unsloth 2025.11 on an A100, gpt-oss-20b, 500,000 tokens: 70.5 GiB reserved, 174 with the MLP whole."""
 FOUR_BIT = ("nf4", "nf4-double")
 PRECISIONS = {(row.weights, row.autocast): name for name, row in PRECISION_ROWS.items() if row.autocast or row.offered}
 """(data type of the weights, of autocast) -> precision."""

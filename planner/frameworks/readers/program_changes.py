@@ -34,8 +34,10 @@ NOT_COUNTED = {
     "trainable_token_indices": "single trained rows of the embeddings (trainable_token_indices) are not counted",
     "lora_bias": "biases of adapters (lora_bias) are not counted",
     "target_parameters": "adapters on stacked expert parameters are not counted",
+    "qat_scheme": common.FAKE_QUANTIZED,
+    "unsloth_tiled_mlp": common.TILED_MLP,
 }
-"""LoRA's settings that the memory model leaves out -> what is said of it."""
+"""Settings of adapters and loaders that the memory model leaves out -> what is said of it."""
 LAYERS = ("layers", "h", "blocks")
 """Attributes of a model that hold its layers."""
 
@@ -266,14 +268,17 @@ TRAINED_QUANTIZERS = re.compile(
 """Packages that put quantizers between a model's layers which hold more than the layers alone."""
 
 
-def note(training: Training, program: Program, text: str, *, lora: Settings, arguments: Settings) -> None:
+def note(
+    training: Training, program: Program, text: str, *, loader: Settings, lora: Settings, arguments: Settings
+) -> None:
     """What the memory model does not follow, and what a person should know."""
-    lora.leave_out(NOT_COUNTED)
+    for settings in (loader, lora):
+        settings.leave_out(NOT_COUNTED)
     trainer, supervised = training.trainer, OBJECTIVES[training.objective].supervised
     if trainer is not None and supervised and loops.forwards(trainer) == 1:
         arguments.approximate(f"the loss of {trainer.owner} is its own: counted as the stack's")
-    if package := TRAINED_QUANTIZERS.search(text):
-        arguments.approximate(f"what the quantizers of {package[1]} hold beside the layers is not counted")
+    if TRAINED_QUANTIZERS.search(text):
+        arguments.approximate(common.FAKE_QUANTIZED)
     if lora.values and (line := unfreezes_parameters(text)):
         arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
     switched = " ".join(subject.lower() for _, subject in _switches(text)) if training.pictures else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, NotPlanned
 from planner.core.inputs import reason
-from planner.frameworks.readers import common, evaluating, open_conditions, program_changes, training, versions
+from planner.frameworks.readers import common, evaluating, open_conditions, program_changes, training, unsloth, versions
 from planner.frameworks.readers.common import config, settings_fields
 from planner.frameworks.readers.objectives import CONFIGS, rollout_fields
 from planner.frameworks.readers.program.embedding import PAIRS
@@ -28,7 +28,6 @@ from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools import ASKED, FIELD_OF, TOOLS
 from planner.frameworks.tools.transformers import HANDED, SCRIPT
 from planner.frameworks.tools.unsloth import converted, own_kernels
-from planner.memory.attention_kernels import default_attention
 from planner.models.stored import stored_method
 from planner.models.targets import scaling_targets
 from planner.options.adapters import Adapter
@@ -155,7 +154,9 @@ class _Script:
         """The answer."""
         arguments = self.arguments
         fields = self._fields()
-        program_changes.note(self.training_run, self.program, self.source.text, lora=self.lora, arguments=arguments)
+        program_changes.note(
+            self.training_run, self.program, self.source.text, loader=self.loader, lora=self.lora, arguments=arguments
+        )
         if other := program_changes.second_model(self.program, self.training_run):
             self.missing["beside"] = other
         parts = (arguments, self.loader, self.bnb, self.lora)
@@ -236,7 +237,7 @@ class _Script:
         if word:
             loader.values = {**loader.values, "attn_implementation": word}
         if self.unsloth:
-            fields["attention"] = default_attention(self.model)
+            fields["attention"] = unsloth.attention(loader)
         elif not loader.has("attn_implementation") and loader.flag("use_flash_attention_2", False):
             fields["attention"] = "flash-attention-2"  # transformers 4's older switch
         else:
@@ -447,12 +448,8 @@ class _Script:
             loader.assume("prepare_model_for_kbit_training on a model that is not quantized casts all of it to float32")
             return common.precision(self.arguments, "fp32", autocast, method)
         if self.unsloth:
-            if method == "full":
-                if loader.flag("float32_mixed_precision", False):
-                    return "bf16-mixed"
-                return "fp32" if loader.raw(key) == "float32" else "bf16-pure"
-            halves = str(loader.raw(key)).removeprefix("torch.") == "float16"
-            return f"{autocast or ('fp16' if halves else self.outside.half)}-autocast"
+            wide, weights = loader.flag("float32_mixed_precision", False), common.weight_dtype(loader, key, "bfloat16")
+            return unsloth.precision(loader, full=method == "full", weights=weights, autocast=autocast, wide=wide)
         if cast := program_changes.cast(self.training_run):
             return common.precision(self.arguments, cast, autocast, method)
         default = self.defaults.dtype if self._by_name() else "float32" if self.transformers.older else "auto"

@@ -4,7 +4,7 @@ file that leaves settings open: `--set micro_batch=4`, `--assume trl==0.22`."""
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from planner.core.errors import SetupError, Undetermined, UsageError
 from planner.core.records import dataclass
@@ -77,20 +77,35 @@ ON_TEXT = " trains the vision encoder on text too: its gradients and optimizer s
 """Ends of approximations of full fine-tuning with pictures alone, and of that without any."""
 
 
-class UpperBound(str):
-    """An approximation that counts too much.
+class Bound(str):
+    """An approximation that counts too much, or too little.
 
     Attributes:
-        categories: of memory terms of which the run holds less than is counted, perhaps nothing.
+        categories: of memory terms that it is about.
     """
 
     __slots__ = ("categories",)
     categories: tuple[str, ...]
+    words = ""
 
-    def __new__(cls, sentence: str, *categories: str) -> "UpperBound":
-        bound = super().__new__(cls, f"{sentence}, an upper bound")
+    def __new__(cls, sentence: str, *categories: str) -> Self:
+        bound = super().__new__(cls, f"{sentence}, {cls.words}")
         bound.categories = categories
         return bound
+
+
+class UpperBound(Bound):
+    """The run holds less of its categories than is counted, perhaps nothing."""
+
+    __slots__ = ()
+    words = "an upper bound"
+
+
+class LowerBound(Bound):
+    """The run holds more of its categories than is counted, up to twice as much."""
+
+    __slots__ = ()
+    words = "a lower bound"
 
 
 TRAINED = ("gradients", "optimizer")

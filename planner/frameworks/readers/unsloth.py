@@ -5,10 +5,12 @@ from typing import Any
 from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.sharding import parallel_of
-from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.types import LowerBound, ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.unsloth import UNSLOTH, converted, own_kernels
-from planner.memory.attention_kernels import default_attention
+from planner.memory.attention_kernels import attention_refusal, default_attention
+from planner.options.precisions import FP16_OVERFLOWS, precision_of
+from planner.setup.allowed import FLEX
 
 FORMAT = "unsloth"
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -43,7 +45,7 @@ def read(settings: Settings) -> ReadConfig:
     unsloths = isinstance(word, str) and word.strip().lower() == "unsloth"
     fields |= {
         "optimizer": "adamw-8bit",
-        "attention": default_attention(training.model),
+        "attention": attention(training),
         "loss": "chunked",
         # whether layers are recomputed, and their inputs lie in host memory (Unsloth's own form)
         "checkpointing": int(unsloths or (word != "none" and training.flag("gradient_checkpointing", True))),
@@ -60,11 +62,49 @@ def read(settings: Settings) -> ReadConfig:
     return config(UNSLOTH, top, fields, dataset=data if isinstance(data, str) else None)
 
 
+def attention(settings: Settings) -> str:
+    """FlexAttention for sinks, where the card has its kernels.
+
+    Source: unsloth_zoo 2026.10.9 `temporary_patches/gpt_oss.py` patch_GptOssAttention; unsloth `models/_utils.py`
+    _flex_attention_gpu_is_supported.
+    """
+    gpu, model = settings.outside.gpu, settings.model
+    flexible = model is not None and not attention_refusal(model, FLEX) and (gpu is None or gpu.flash_attention_2)
+    return FLEX if flexible else default_attention(model)
+
+
+def precision(settings: Settings, *, full: bool, weights: str, autocast: str | None = None, wide: bool = False) -> str:
+    """The precision that Unsloth trains in: bf16 weights become fp16 on a card without bf16, and fp16 weights that are
+    trained fp32; where fp16 overflows, it computes parts of a layer in fp32.
+
+    Args:
+        weights: the type that they are loaded in.
+        autocast: the type that the trainer is told, if any.
+        wide: `float32_mixed_precision`.
+
+    Source: unsloth 2026.10.9 `models/vision.py` from_pretrained, post_patch_model; `models/rl.py` mixed_precision (fp32
+    that was asked for has no autocast on a card without bf16); unsloth_zoo `training_utils.py`, `model_lists.py`.
+    """
+    half, model = settings.outside.half, settings.model
+    loaded = half if weights == "bf16" else weights
+    if loaded == "fp16" and model is not None and model.model_type in FP16_OVERFLOWS:
+        parts = f"Unsloth computes parts of {model.model_type} in fp32 on a card without bf16"
+        settings.approximate(LowerBound(f"{parts}: counted in fp16", "activations"))
+        autocast, half = None, "fp32"
+    if full and loaded == "bf16" and not wide:
+        return "bf16-pure"
+    if not full and loaded != "fp32":
+        return f"{autocast or loaded}-autocast"
+    autocast = autocast or (None if loaded == "fp32" and half == "fp16" else half)
+    return precision_of("fp32", autocast if autocast != "fp32" else None)
+
+
 def _method(training: Settings, lora: Settings) -> dict[str, Any]:
     if training.text("training_type", "lora").strip().lower() == "full":
-        return {"method": "full", "quantization": "none", "precision": "bf16-pure", "lora_rank": 0}
+        full = precision(training, full=True, weights="bf16")
+        return {"method": "full", "quantization": "none", "precision": full, "lora_rank": 0}
     four = training.flag("load_in_4bit", True)
     names = lora.names("target_modules") or DEFAULT_TARGETS
-    precision = f"{training.outside.half}-autocast"
+    autocast = precision(training, full=False, weights="bf16")
     quantization = "nf4-double" if four else "none"
-    return common.adapters(lora, UNSLOTH, quantization, names, precision=precision, adapter_dtype="fp32")
+    return common.adapters(lora, UNSLOTH, quantization, names, precision=autocast, adapter_dtype="fp32")
