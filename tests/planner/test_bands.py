@@ -15,6 +15,7 @@ from planner.planning.answer import plan_workload
 from planner.planning.decision.results import Limits
 from planner.planning.evidence.bands import (
     CACHED,
+    ENGINE_BANDS,
     NO_COMPARED_RUN,
     OTHER_TRAINER,
     PROFILE_BAND,
@@ -113,8 +114,8 @@ def test_predictions_of_anybodys_run_carry_the_bands_and_a_plans_own_do_not() ->
     assert any(CACHED in note and percent(shown) in note for note in ranks.notes)
     assert not predict(model, A100, TrainSetup(), planned=True).bands
     assert predict(model, A100, TrainSetup()).bands  # anybody may set the allocator as a plan does
-    titan = setup_from_request({"stack": "torchtitan"})  # its own code, of which no band is known
-    assert predict(model, A100, titan, planned=True).bands == predict(model, A100, titan).bands != {}
+    titan = setup_from_request({"stack": "torchtitan", "num_gpus": 4, "parallel": "fsdp2"})  # its own code
+    assert predict(model, A100, titan, planned=True).memory_band_fraction == ENGINE_BANDS["torchtitan"]
     assert not predict(model, A100, setup_from_request({"stack": "axolotl"}), planned=True).bands
     several = evidence_bands("dry_run", A100, setup_from_request({"num_gpus": 4, "parallel": "fsdp2"}))[0]
     assert several == evidence_bands("formula", A100, setup_from_request({"num_gpus": 4, "parallel": "fsdp2"}))[0]
