@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.core.errors import ConfigError, Undetermined, UsageError
+from planner.frameworks.exporters.common import USUAL_LINEAR_MODULES
 from planner.frameworks.readers import FileContext, read_config, read_text
 from planner.frameworks.readers.rewrite import rewrite
 from planner.frameworks.readers.types import EXPANDABLE, TEXT_ALONE, ReadConfig, overrides, parse_sets
@@ -225,6 +226,40 @@ def test_programs_own_settings_are_read_by_their_names(name: str) -> None:
 
 
 SWIFT = "swift sft --model Qwen/Qwen2.5-7B-Instruct --train_type lora --torch_dtype bfloat16 "
+
+
+def test_swifts_file_stands_for_words_that_go_over_it(tmp_path: Path) -> None:
+    """Source: ms-swift@3602360a cli/main.py parse_yaml_args."""
+    file = (
+        "model: Qwen/Qwen3-8B\nmax_length: 512\ndeepspeed: zero2\nENV: {NPROC_PER_NODE: 4, CELOSS_PARALLEL_SIZE: 1}\n"
+    )
+    (tmp_path / "sft.yaml").write_text(file)
+    (tmp_path / "run.sh").write_text("swift sft sft.yaml --max_length 1024 --dataset a.jsonl b.json\n")
+    config = read_config(tmp_path / "run.sh")
+    setup = config.setup
+    assert (config.model_id, setup.seq_len_tokens, setup.num_gpus, setup.parallel) == (
+        "Qwen/Qwen3-8B",
+        1024,
+        4,
+        "zero2",
+    )
+    (tmp_path / "run.sh").write_text("swift sft other.yaml\n")
+    with pytest.raises(Undetermined, match=r"other\.yaml"):
+        read_config(tmp_path / "run.sh")
+
+
+@pytest.mark.parametrize("variables", ["NNODES=$WORLD_SIZE NPROC_PER_NODE=8", "NPROC_PER_NODE=$GPUS"])
+def test_processes_that_only_the_cluster_knows_are_asked_for(variables: str) -> None:
+    launch = f"{variables} swift sft --model Qwen/Qwen3-8B --max_length 512 --deepspeed zero2"
+    assert [entry.field for entry in read_text(launch, "run.sh").missing] == ["num_gpus"]
+    assert read_text(launch, "run.sh", around=FileContext(num_gpus=16)).setup.num_gpus == 16
+
+
+def test_all_linear_among_other_names_is_every_matrix_beside_them() -> None:
+    launch = "swift sft --model Qwen/Qwen2.5-1.5B --max_length 512 --target_modules all-linear all-embedding lm_head"
+    config = read_text(launch, "run.sh", model=resolve_model("Qwen/Qwen2.5-1.5B"))
+    assert set(config.setup.lora_targets) == {*USUAL_LINEAR_MODULES, "lm_head"}
+    assert config.adapted_tables == ("embed_tokens",)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,14 @@ class Launches:
         if command.tool == "swift":
             words = shell.flags(command.arguments)
             named = "rlhf" in command.arguments[:1] and "rlhf_type" not in words
-            extra = {"rlhf_type": swift.DEFAULT_RLHF} if named else {}
+            extra: dict[str, Any] = {"rlhf_type": swift.DEFAULT_RLHF} if named else {}
+            if command.arguments[1:2] and command.arguments[1].endswith((".yaml", ".yml", ".json")):
+                file = self._settings_of(command.arguments[1], inside)
+                variables = {key: str(value) for key, value in (file.pop("ENV", None) or {}).items()}
+                processes = "" if command.num_gpus else variables.get("NPROC_PER_NODE", "")
+                num_gpus = int(processes) if processes.isdigit() else inside.num_gpus
+                inside = replace(inside, environment={**variables, **inside.environment}, num_gpus=num_gpus)
+                extra = {**file, **words, **extra}
             # a process's layers lie over its GPUs where it sees several (ms-swift 4 get_default_device_map, is_mp)
             processes = inside.environment.get("NPROC_PER_NODE", "1")
             each = shell.num_visible(inside.environment) // max(1, int(processes)) if processes.isdigit() else 0
@@ -177,6 +184,17 @@ class Launches:
         of_factory = kind == llamafactory.FORMAT and "finetuning_type" in values
         sufficient = of_factory or (kind == swift.FORMAT and not tools)
         return self._of_flags(command, kind, inside) if sufficient else None
+
+    def _settings_of(self, path: str, inside: FileContext) -> dict[str, Any]:
+        """The settings in a file whose keys stand for flags.
+
+        Raises:
+            Undetermined: it is not at hand.
+        """
+        text = inside.read_by_suffix(path)
+        if text is None:
+            raise Undetermined(f"{self.name} starts {path}, which is not beside it", hint="give that file")
+        return dict(parse_yaml(text, path).values)
 
     def _read(self, text: str, path: str, command: shell.Command, inside: FileContext) -> ReadConfig:
         return _launched(lambda context: self.read(text, path.rpartition("/")[2], context), command, inside)

@@ -627,6 +627,9 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
         command, num = _of_tool(tool, words[1:], started or shown), int(nodes) if nodes.isdigit() else 1
         if command is not None and command.num_gpus and num > 1 and tool in BY_VARIABLES:
             return replace(command, num_gpus=command.num_gpus * num, num_nodes=num)
+        open_ = [f"{key}={variables[key]}" for key in ("NNODES", "NPROC_PER_NODE") if is_open(variables.get(key, ""))]
+        if command is not None and open_ and tool in BY_VARIABLES:
+            return replace(command, num_gpus=None, open_gpus=open_[0])
         return command
     if tool in SCRIPT_STARTERS or tool.endswith(SUFFIXES):
         for index, word in enumerate(words):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.core.errors import NotPlanned
+from planner.frameworks.exporters.common import USUAL_LINEAR_MODULES
 from planner.frameworks.readers import common
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.objectives import estimated, of_trainer
@@ -12,6 +13,9 @@ from planner.frameworks.readers.sharding import device_map, with_autotp, with_cu
 from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.others import SWIFT
+from planner.models.encoders import SEEING
+from planner.models.spec import ModelSpec
+from planner.models.targets import lora_linears
 from planner.options.objectives import OBJECTIVES
 from planner.options.stacks import STACKS
 
@@ -154,11 +158,28 @@ def _method(settings: Settings, *, old: bool) -> dict[str, Any]:
         names = ("q_proj", "k_proj", "v_proj") if old else ("all-linear",)
     elif names == ("ALL",):
         names = ("all-linear",)
+    elif "all-linear" in names and len(names) > 1:
+        names = _beside_all(settings.model, names)
     saved = settings.first("modules_to_save", "lora_modules_to_save")
     fields = common.adapters(settings, SWIFT, quantization, names)
     if settings.flag(ENCODER, True):
         fields["lora_targets"] = common.without_encoder(settings, fields["lora_targets"])
     return {**fields, "modules_to_save": common.modules_to_save(settings, saved)}
+
+
+def _beside_all(model: ModelSpec | None, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names among which "all-linear" stands for every matrix but the head, "all-embedding" for the token tables.
+
+    Source: ms-swift@3602360a swift/pipelines/train/tuner.py get_target_modules.
+    """
+    if model is not None and model.model_type in SEEING:  # a pattern is made, the other names are left out
+        return ("all-linear",)
+    meant = {"all-linear": [*USUAL_LINEAR_MODULES], "all-embedding": ["embed_tokens"]}
+    if model is not None:
+        adapted = lora_linears(model, "all-linear")
+        meant["all-linear"] = [linear.leaf for _, _, linears in adapted for linear in linears]
+        meant["all-embedding"] = [table.name.rpartition(".")[2] for table in model.embeddings]
+    return tuple(dict.fromkeys(part for name in names for part in meant.get(name, (name,))))
 
 
 def _quantization(settings: Settings) -> str:
