@@ -391,6 +391,11 @@ def objective_spec_of(fixed: Mapping[str, tuple[Any, ...]]) -> Objective:
     return OBJECTIVES[fixed.get("objective", (DEFAULT,))[0]]
 
 
+def packs(fixed: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Whether rows hold several samples: as a user decided, else as the objective does by itself."""
+    return True in fixed.get("packing", (objective_spec_of(fixed).packed,))
+
+
 def seqs_per_sample(fixed: Mapping[str, tuple[Any, ...]]) -> int:
     """Sequences of one sample under the setup fields that a user decided."""
     return objective_spec_of(fixed).seqs_per_sample + int(fixed.get("hard_negatives", (0,))[0])

@@ -14,7 +14,7 @@ from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
 from planner.options.adapters import ADAPTERS
 from planner.options.images import with_text
-from planner.options.objectives import objective_spec_of, seqs_per_sample
+from planner.options.objectives import objective_spec_of, packs, seqs_per_sample
 from planner.options.rollouts import Rollout
 from planner.options.sound import TEXT_TOKENS
 from planner.options.stacks import STACKS
@@ -183,11 +183,13 @@ def counted_data(data: Data, fixed: Mapping[str, tuple[Any, ...]], seq_len_token
     tokens, samples = data.epoch_tokens, data.num_samples
     if samples is None:
         return replace(data, epoch_seqs=None if tokens is None else math.ceil(tokens / seq_len_tokens))
-    if objective_spec_of(fixed).rolls_out:
+    objective = objective_spec_of(fixed)
+    if objective.rolls_out:
         samples *= fixed.get("rollout", (Rollout(),))[0].num_generations
     whole = samples * seq_len_tokens * seqs_per_sample(fixed)
-    tokens = min(tokens or whole, whole)
-    rows = samples if fixed.get("packing") != (True,) else math.ceil(tokens / seq_len_tokens)
+    # continued pretraining splits longer texts in pieces, the others cut samples
+    tokens = tokens if tokens and objective.packed else min(tokens or whole, whole)
+    rows = math.ceil(tokens / seq_len_tokens) if packs(fixed) else samples
     # every row as long as the mean, as nobody knows which are longer: their padding is not counted
     short = rows == samples and tokens < (1 - steps.PADDING_LIMIT) * whole
     fractions = (1.0, 1.0) if short else ()

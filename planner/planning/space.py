@@ -18,7 +18,7 @@ from planner.options.images import WITH_IMAGES
 from planner.options.kernels import COMPILES_NOTHING, planned_kernels
 from planner.options.losses import PLANNED_LOSSES
 from planner.options.objectives import DEFAULT as DEFAULT_OBJECTIVE
-from planner.options.objectives import OBJECTIVES, Objective
+from planner.options.objectives import OBJECTIVES, Objective, packs
 from planner.options.optimizers import OPTIMIZERS, PLANNED_OPTIMIZERS
 from planner.options.precisions import FP16_DIVERGES, PRECISIONS, precision_of
 from planner.options.sound import HALVES_STACK, WITH_SOUND, WITH_TWO_HALVES
@@ -106,7 +106,7 @@ def _open_values(workload: Workload) -> Values:
     pairs: tuple[tuple[str, str | None], ...] = ((half, half), (half, None), ("fp32", half))
     if half == "fp16" and workload.model.model_type in FP16_DIVERGES and workload.targets[:1] != ("unsloth",):
         pairs = (("fp32", None),)  # Unsloth's own code computes in fp32 what overflows
-    packed_by_axolotl = workload.targets[:1] == ("axolotl",) and workload.fixed.get("packing") == (True,)
+    packed_by_axolotl = workload.targets[:1] == ("axolotl",) and packs(workload.fixed)
     xformers = [XFORMERS] if packed_by_axolotl and not gpu.flash_attention_2 else []
     offloads = offloading_matters(workload) and not gpu.shares_host_memory
     # scales in 32 bits cost 0.4 bits a weight, and gain less than a plan gives up for what is simpler; MLX has no other

@@ -145,6 +145,9 @@ def test_five_hundred_short_chats_are_warned_about(tmp_path: Path) -> None:
         ({"objective": ("grpo",)}, {"num_samples": 500}, (8 * 500 * 2048, 4000, 1.0)),
         ({}, {"epoch_tokens": 84_000}, (84_000, 42, 1.0)),
         ({}, {}, (None, None, 1.0)),
+        # continued pretraining packs by itself, and splits texts that are longer than a row
+        ({"objective": ("pretrain",)}, {"num_samples": 1000, "epoch_tokens": 9000}, (9000, 5, 200.0)),
+        ({"objective": ("pretrain",)}, {"num_samples": 10, "epoch_tokens": 90_000}, (90_000, 44, 10 / 44)),
     ],
 )
 def test_a_job_is_planned_from_numbers_alone(

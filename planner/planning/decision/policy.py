@@ -23,7 +23,7 @@ from planner.models.targets import adapts_expert_stacks, scaling_targets
 from planner.options.adapters import ADAPTERS, Adapter
 from planner.options.kernels import COMPILE_BAND, KERNELS, PLANNED_KERNELS
 from planner.options.losses import LOSSES
-from planner.options.objectives import OBJECTIVES
+from planner.options.objectives import OBJECTIVES, packs
 from planner.options.optimizers import OPTIMIZERS
 from planner.options.precisions import PRECISIONS, precision_of
 from planner.options.rollouts import GENERATORS
@@ -312,7 +312,7 @@ def compiled_and_not(workload: Workload, setup: TrainSetup) -> tuple[float, floa
         attention=supported_attentions(model, gpu)[0],
         objective=workload.objective_spec.name,
         seq_len_tokens=workload.seq_len_tokens,
-        packing=True in workload.fixed.get("packing", (workload.objective_spec.packed,)),
+        packing=packs(workload.fixed),
         checkpointing=0,
     )
     there = (name for name in PLANNED_KERNELS if not missing_kernels(model, gpu, plain.replace(kernels=name)))
