@@ -4,9 +4,12 @@ temporaries, or vLLM's share of the card."""
 from functools import lru_cache
 
 from planner.hardware.gpu import GpuSpec
+from planner.memory.attention_kernels import attention_kernel
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
-from planner.memory.layers import mlp_width
+from planner.memory.layer_terms import LayerContext
+from planner.memory.layers import forward_temporary, mlp_width
 from planner.models.spec import AttentionSpec, LayerSpec, ModelSpec
+from planner.options.precisions import precision_of
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import Term
 
@@ -45,11 +48,11 @@ def generation_terms(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, gradient
         awake = vllm_bytes(gpu, setup) - resident_vllm(gpu, setup)
         return (*gradient_terms, ("other", VLLM, awake))
     shared = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1)
-    return (*gradient_terms, *_by_the_model(model, shared, setup.generation_seqs))
+    return (*gradient_terms, *_by_the_model(model, gpu, shared, setup.generation_seqs))
 
 
 @lru_cache(maxsize=256)
-def _by_the_model(model: ModelSpec, setup: TrainSetup, seqs: int) -> tuple[Term, ...]:
+def _by_the_model(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: int) -> tuple[Term, ...]:
     """transformers' `generate` of so many completions at once.
 
     Source: transformers 5.23 `GenerationMixin._sample`, `DynamicLayer.update` (a longer copy beside the old one);
@@ -68,7 +71,11 @@ def _by_the_model(model: ModelSpec, setup: TrainSetup, seqs: int) -> tuple[Term,
             ("activations", "autocast copies of the weights in generation", casts),
         )
 
-    before = seqs * setup.prompt_tokens * max(_widest(model, layer, setup, stream, out) for layer in layers)
+    prompts = seqs * setup.prompt_tokens
+    before = max(
+        max(prompts * _widest(model, layer, setup, stream, out), _scores(model, gpu, layer, setup, prompts))
+        for layer in layers
+    )
     longest = setup.seq_len_tokens - 1
     grown = seqs * max((_kept(layer.attention, longest, stream, 0) for layer in layers if layer.attention), default=0)
     sampled = seqs * model.vocab_size * (out + 3 * SIZE_BYTES["fp32"])
@@ -90,6 +97,27 @@ def _sizes(setup: TrainSetup) -> tuple[int, int]:
     """Bytes of an element of the hidden states, and of a matrix's result, in generation."""
     dtypes = dtype_policy_of(setup)
     return SIZE_BYTES[dtypes.table], SIZE_BYTES[(dtypes.autocast if setup.method == "full" else None) or dtypes.table]
+
+
+def _scores(model: ModelSpec, gpu: GpuSpec, layer: LayerSpec, setup: TrainSetup, tokens: int) -> int:
+    """Bytes of a layer's forward over the prompts at its attention, where its kernel makes tokens x tokens matrices."""
+    if layer.attention is None:
+        return 0
+    if setup.method != "full":  # outside accelerate's autocast
+        setup = setup.replace_trusted(precision=precision_of(setup.weight_dtype, None))
+    setup = setup.replace_trusted(seq_len_tokens=setup.prompt_tokens)
+    dtypes = dtype_policy_of(setup)
+    kernel = attention_kernel(model, setup, gpu, layer.attention, dtypes.attention_input)
+    context = LayerContext(
+        setup=setup,
+        dtypes=dtypes,
+        adapted=frozenset(),
+        kernel=kernel,
+        tokens=tokens,
+        hidden=model.hidden_size,
+        traits=model.traits,
+    )
+    return forward_temporary(layer, context)
 
 
 def _kept(attention: AttentionSpec, tokens: int, key: int, value: int) -> int:

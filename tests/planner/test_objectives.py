@@ -390,6 +390,10 @@ def test_generation_holds_keys_and_values_and_one_forwards_temporaries_of_all_pr
     assert parts["keys and values of 32 completions"] == 32 * 512 * 16 * 8 * 64 * 2 * 2
     widest = 4 * 2 * 2048 + 2 * 2 * 8192 + 2 * 4 * 8192 + 4 * 2048
     assert parts["one forward's temporaries in generation"] == 32 * 512 * widest
+    # eager attention: fp32 scores, their softmax, and its copy, beside queries, keys, values and their source
+    eager = at_generation(generated(attention="eager", rollout={"completion_tokens": 128}))
+    beside = 2 * (32 * 3 * 64 + 2048)
+    assert eager["one forward's temporaries in generation"] == 32 * 896 * (32 * 896 * 10 + beside)
 
 
 def test_vllm_takes_its_share_for_good_or_while_it_is_awake() -> None:
