@@ -29,7 +29,7 @@ from probes.dryrun.metaops import quick_checks
 from probes.dryrun.trace import Trace, Trainable, claim_optimizer_state
 from probes.dryrun.tracker import WORKSPACE, Origin, Tracker
 from probes.dryrun.workspaces import temporaries
-from probes.stack.optimizers import make_optimizer
+from probes.stack.optimizers import make_optimizer, with_later_states
 from probes.stack.step import make_scaler, optimizer_phase
 
 _OTHERS, _ONCE = -1, -2
@@ -111,7 +111,7 @@ class OptimizerRun:
         holder = torch.nn.Module()
         holder.list = torch.nn.ParameterList([entry[-1] for entry in self.parameters])
         wide = [parameter for _, trainable, parameter in self.parameters if trainable.wide]
-        optimizer: Any = make_optimizer(self.setup.optimizer, holder.parameters(), wide=wide)
+        optimizer = with_later_states(make_optimizer(self.setup.optimizer, holder.parameters(), wide=wide))
         scaler = make_scaler(self.setup, "meta")
         tracker = self.shards.tracker("meta", temporaries=temporaries())
         steps: list[StepEvents] = []

@@ -24,7 +24,7 @@ from probes.stack.batch import make_batch, waiting_inputs
 from probes.stack.build import auto_class, build_from_config, build_reference
 from probes.stack.configs import layers_of
 from probes.stack.earlier import older_libraries
-from probes.stack.optimizers import optimizer_of, wide_parameters
+from probes.stack.optimizers import optimizer_of, wide_parameters, with_later_states
 from probes.stack.parallelize import ring_group
 from probes.stack.quantize import quantized_tensors
 from probes.stack.step import Mark, Trainer, inner_model, make_trainer, step_optimizer, train_step
@@ -204,7 +204,7 @@ def _trained(
     parameter_bytes = sum(
         part.untyped_storage().nbytes() for part in storages.values() if tracker.identity(part) is not None
     )
-    trainer = make_trainer(model, setup, optimizer_of(model, setup), layout, reference)
+    trainer = make_trainer(model, setup, with_later_states(optimizer_of(model, setup)), layout, reference)
     if workspaces:
         tracker.on_op = cublas_workspaces(cublas_workspace_bytes(log.capability), tracker.allocate)
     gradients = _train(tracker, trainer, layout, owners, log, steps)

@@ -66,3 +66,19 @@ def make_optimizer(
 
         optimizer.get_config = get_config
     return optimizer
+
+
+def with_later_states(optimizer: Any) -> Any:
+    """The optimizer, whose states its first step makes, as others' do: Adagrad's are there once it is constructed,
+    which nothing follows. Whoever looks at the second step sees no difference."""
+    constructed = dict(optimizer.state)
+
+    def make(optimizer: Any, args: Any, kwargs: Any) -> None:
+        while constructed:
+            parameter, states = constructed.popitem()
+            optimizer.state[parameter] = {name: value.clone() for name, value in states.items()}
+
+    optimizer.state.clear()
+    if constructed:
+        optimizer.register_step_pre_hook(make)
+    return optimizer
