@@ -1,6 +1,7 @@
 """Copies of the catalogue's models, which their publishers quantize and name alike."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from planner.core.errors import UnknownModelError
@@ -37,6 +38,18 @@ def plain_name(name: str) -> tuple[str, dict[str, Any]]:
     return name[: -len(ending)], {"quantization_config": dict(QUANTIZED)}
 
 
+def unfused(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json of Unsloth's copy of a Phi-3 or Phi-4 has else: Llama's layers, with q, k, v, gate and up apart
+    (not Phi-4-mini's, whose rotary embedding is partial).
+
+    Source: unslothai/notebooks c. August 2026, Phi_4-Conversational ("Fast Llama patching"), Phi_3.5_Mini,
+    Phi_3_Medium ("patched 40 layers with 40 QKV layers"); unsloth.ai/blog/phi4.
+    """
+    fused = config.get("model_type") == "phi3" and "partial_rotary_factor" not in config
+    llamas = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    return llamas if fused and name.lower().startswith("unsloth/") else {}
+
+
 def mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any]]:
     """The catalogue's model of which a name is a copy, and what the copy's config.json has more; None: of none, or not
     known of which layers."""
@@ -49,4 +62,5 @@ def mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any]
         taken = understand(plain)
     except UnknownModelError:  # of several
         taken = None
-    return (catalogue.find(taken.catalogue_id), extra) if taken is not None else (None, {})
+    entry = catalogue.find(taken.catalogue_id) if taken is not None else None
+    return (entry, extra | unfused(plain, entry.config)) if entry is not None else (None, {})

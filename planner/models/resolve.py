@@ -86,7 +86,7 @@ def _by_common_name(name: str) -> ModelSpec | None:
     Raises:
         UnknownModelError: it may be several.
     """
-    from planner.models.copies import DYNAMIC, DYNAMIC_MORE, plain_name
+    from planner.models.copies import DYNAMIC, DYNAMIC_MORE, plain_name, unfused
     from planner.models.name_matching import understand  # late: an id of the catalogue needs none of it
 
     plain, extra = plain_name(name)
@@ -95,9 +95,12 @@ def _by_common_name(name: str) -> ModelSpec | None:
     if taken is None or spec is None:
         return None
     words = f"{shown(name)}: {taken.words}"
-    if not extra:
+    changed = extra | unfused(plain, spec.config)
+    if not changed:
         return replace(spec, model_id=taken.model_id, taken_as=words)
-    stored = spec_from_config({**spec.config, **extra}, model_id=name, source=spec.config_source)
+    stored = spec_from_config({**spec.config, **changed}, model_id=name, source=spec.config_source)
+    if not extra:
+        return replace(stored, taken_as=f"{words}, with Llama's layers")
     bits = extra["quantization_config"].get("bits", 4)
     dynamic = f" {DYNAMIC_MORE}" if name.lower().endswith(DYNAMIC) else ""
     return replace(stored, taken_as=f"{words}, in {bits} bits{dynamic}")

@@ -6,6 +6,7 @@ from planner.core.errors import UnknownModelError
 from planner.models import catalogue, copies
 from planner.models.resolve import resolve_model
 from planner.models.stored import stored_bits
+from planner.models.targets import num_lora_params
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,26 @@ def test_a_copy_has_its_originals_layers(name: str, original: str, bits: str) ->
     assert ("in 4 bits" in copy.taken_as) == bool(bits)
     assert copy.taken_as.endswith(copies.DYNAMIC_MORE) == name.endswith(copies.DYNAMIC)
     assert stored_bits(copy) == bits
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("unsloth/Phi-4", "llama"),
+        ("unsloth/phi-4-unsloth-bnb-4bit", "llama"),
+        ("unsloth/Phi-3.5-mini-instruct", "llama"),
+        ("unsloth/Phi-3-medium-4k-instruct-bnb-4bit", "llama"),
+        ("unsloth/Phi-4-mini-instruct", "phi3"),
+    ],
+)
+def test_unsloths_phi_has_llamas_layers(name: str, model_type: str) -> None:
+    """Its notebook's seven targets of rank 16 are 65,536,000 parameters of Phi-4 (of the fused class o and down)."""
+    copy, original = resolve_model(name), catalogue.load(f"microsoft/{copies.plain_name(name)[0].partition('/')[2]}")
+    assert original is not None
+    assert (copy.model_type, copy.num_params) == (model_type, original.num_params)
+    seven = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    if name.partition("/")[2] == "Phi-4":
+        assert num_lora_params(copy, seven, 16) == 65_536_000
 
 
 def test_of_a_dynamic_copy_a_run_of_its_config_is_not_made_up() -> None:
