@@ -350,7 +350,8 @@ def render_brief(
         partial(_alternatives_or_remedies, answer=answer, number=number) for number in range(NUM_ALTERNATIVES + 1)
     ]
 
-    urgent = sum(note.place <= Place.RISK for note in notes)
+    # a refusal says what works; the risks are of a setup that nobody runs
+    urgent = sum(note.place <= Place.RISK for note in notes) if isinstance(answer, Plan) else 0
     whole = range(len(notes), urgent - 1, -1)
     first_fit = bisect_left(
         whole, True, key=lambda shown: height(shown, NUM_ALTERNATIVES) <= MAX_LINES
@@ -358,14 +359,11 @@ def render_brief(
     if first_fit < len(whole):
         write(Page(console), whole[first_fit], NUM_ALTERNATIVES)
         return
-    least = int(isinstance(answer, NoPlan) and bool(answer.remedies))  # a refusal says what works
     rooms = [
         (shown, num_alternatives)
-        for shown in range(urgent, 0, -1)
-        for num_alternatives in range(NUM_ALTERNATIVES, least - 1, -1)
+        for shown in range(urgent, min(urgent, 1) - 1, -1)
+        for num_alternatives in range(NUM_ALTERNATIVES, -1, -1)
     ]
-    if not urgent or isinstance(answer, NoPlan):
-        rooms += [(0, num_alternatives) for num_alternatives in range(NUM_ALTERNATIVES, -1, -1)]
     write(Page(console), *next((room for room in rooms if height(*room) <= MAX_LINES), rooms[-1]))
 
 
@@ -431,9 +429,14 @@ def _groups(page: Page, candidate: Candidate, memory_bytes: int) -> None:
         total += size
         ends.append(round(width * total / whole))
     cells = [max(1, end - begin) for begin, end in zip([0, *ends], ends, strict=False)]
-    page.line("".join(MARKS[label] * number for label, number in zip(shown, cells, strict=True)))
+    bar = "".join(MARKS[label] * number for label, number in zip(shown, cells, strict=True))
+    of_card = f" of {gib(memory_bytes)}"
+    if whole > memory_bytes:  # where the card ends
+        end = round(width * memory_bytes / whole)
+        bar, of_card = f"{bar[:end]}│{bar[end + 1 :]}", f"  │ card {gib(memory_bytes)}"
+    page.line(bar)
     words = "  ".join(f"{MARKS[label]} {label} {gib(size)}" for label, size in shown.items())
-    page.line(f"{words} of {gib(memory_bytes)}", style="dim")
+    page.line(words + of_card, style="dim")
 
 
 def why_not(chosen: Row, other: Row) -> str:

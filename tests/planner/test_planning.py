@@ -21,7 +21,7 @@ from planner.planning.groups import WalkCache
 from planner.planning.lora_rank import floor_of, planned_ranks
 from planner.planning.plan import CorrectionKey, NoPlan, Plan, correction_key
 from planner.planning.plan_request import PlanRequest
-from planner.planning.predict import predict
+from planner.planning.predict import device_peak_bytes, predict
 from planner.planning.refine import ANY_SETUP
 from planner.planning.space import dimension_values
 from planner.planning.walk import WalkedSetup, walk
@@ -274,8 +274,16 @@ def test_nothing_fits_names_bytes_and_remedies_smallest_first() -> None:
     assert no_plan.nearest.formula.peak_device_bytes - no_plan.workload.budget_bytes == no_plan.missing_bytes
     actions = [remedy.action for remedy in no_plan.remedies]
     assert any(action.startswith("--gpu") for action in actions)
-    smaller = next(action.partition(": ")[2] for action in actions if "smaller model" in action)
+    smaller, saved = next(
+        (remedy.action.partition(": ")[2], remedy.saves_bytes)
+        for remedy in no_plan.remedies
+        if "smaller model" in remedy.action
+    )
     assert smaller in {entry.model_id for entry in catalogue.entries()}
+    model = catalogue.load(smaller)
+    assert model is not None
+    peak = device_peak_bytes(model, no_plan.workload.gpu, no_plan.nearest.setup)
+    assert saved == no_plan.nearest.formula.peak_device_bytes - peak > no_plan.missing_bytes
 
 
 def test_nothing_fits_offers_a_sequence_length_that_does() -> None:

@@ -72,6 +72,17 @@ def test_a_refusal_begins_with_the_verdict_and_says_what_would_make_it_fit(name:
     assert not any("decision tree, question by question" in line for line in lines)
 
 
+def test_a_refusal_shows_three_ways_out_and_where_the_card_ends() -> None:
+    refused = planned("Qwen/Qwen2.5-72B", "rtx-4090")
+    lines = shown(refused)
+    assert sum(line.startswith("→ ") for line in lines) == 3
+    bar = next(line for line in lines if line.startswith("█"))
+    workload = refused.workload
+    assert bar.index("│") / len(bar) == pytest.approx(
+        workload.memory_bytes / refused.subject.formula.peak_device_bytes, abs=0.02
+    )
+
+
 def test_what_only_should_fit_is_no_green() -> None:
     candidate = make_plan().chosen
     peak = candidate.formula.peak_device_bytes

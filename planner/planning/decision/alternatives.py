@@ -266,19 +266,20 @@ def _remedies(
         yield from _larger_host(workload, results)
     yield from _larger_gpu(workload, [(workload, nearest.setup), *other_forms])
     # The largest catalogue model of the same type that fits with this setup, of the same maker where it has one.
-    smaller: list[tuple[bool, int, str, str]] = []
+    smaller: list[tuple[bool, int, str, int]] = []
     maker = workload.model.model_id.partition("/")[0].lower()
     for name in catalogue.names(model_type=workload.model.model_type):
         with suppress(PlannerError):
             model = catalogue.load(name)
             if model is None or model.num_params >= workload.model.num_params:
                 continue
-            if device_peak_bytes(model, workload.gpu, nearest.setup) <= workload.budget_bytes:
-                lower = model.model_id.lower()
-                smaller.append((lower.partition("/")[0] == maker, model.num_params, lower, model.model_id))
+            peak = device_peak_bytes(model, workload.gpu, nearest.setup)
+            if peak <= workload.budget_bytes:
+                same_maker = model.model_id.partition("/")[0].lower() == maker
+                smaller.append((same_maker, model.num_params, model.model_id, peak))
     if smaller:
-        saved = nearest.formula.peak_device_bytes - workload.budget_bytes
-        yield Remedy(f"a smaller model: {max(smaller)[-1]}", saved)
+        *_, model_id, peak = max(smaller)
+        yield Remedy(f"a smaller model: {model_id}", nearest.formula.peak_device_bytes - peak)
 
 
 def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
