@@ -802,6 +802,14 @@ REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
     (NotPlanned, "MLX-LM", "run.sh", ("mlx_lm.lora --model Qwen/Qwen2.5-7B --train --data d --batch-size 1\n",)),
     (NotPlanned, "mlx_lm", "run.sh", ("python -m mlx_lm.lora --train --model m\n",)),
     (NotPlanned, "trains with megatron", "run.sh", ("megatron sft --model Qwen/Qwen2.5-7B",)),
+    (NotPlanned, "trains with openrlhf", "train_sft.sh", (
+        "read -r -d '' training_commands <<EOF\nopenrlhf.cli.train_sft \\\n   --data.max_len 2048 \\\nEOF\n"
+        'if [[ ${1} != "slurm" ]]; then\n    deepspeed --module $training_commands\nfi\n',
+    )),
+    (NotPlanned, "rlhf_type grpo", "run.sh", (  # a text of several lines, one of which looks like a comment
+        f'PROMPT="Say <think>\n#### 42"\n{RLHF}--rlhf_type grpo --system "$PROMPT"\n',
+    )),
+    (NotPlanned, "trains with megatron", "run.sh", (r"megatron sft --chars_to_ignore , \; \: \" % --model m\n",)),
     (NotPlanned, "AutoTrain", "run.sh", (
         "autotrain llm --train --model m --peft\n", "CUDA_VISIBLE_DEVICES=0 autotrain llm --model m\n",
     )),

@@ -28,7 +28,9 @@ MAX_CALLS = 64
 _OPENS = re.compile(r"<<-?[ \t]*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
 _INTO = re.compile(r"(?<![\d&])>{1,2}[ \t]*[\"']?([^\s\"'<>|&;]+)")
 _BY_TEE = re.compile(r"\btee[ \t]+(?:-\w[ \t]+)?[\"']?([^\s\"'<>|&;-][^\s\"'<>|&;]*)")
-_TAKES_TEXT = re.compile(r"(?:^|[|;&(][ \t]*)(?:sudo[ \t]+)?(?:cat|tee|python[\d.]*)\b")
+_TAKES_TEXT = re.compile(r"(?:^|[|;&(][ \t]*)(?:sudo[ \t]+)?(?:cat|tee|read|python[\d.]*)\b")
+_READ = re.compile(r"[ \t]*read[ \t]+(?:-\w+[ \t]+(?:''[ \t]+)?)*(\w+)[ \t]*")
+"""A variable that takes a text: `read -r -d '' COMMANDS <<EOF`."""
 _FUNCTION = re.compile(
     r"^(?:function[ \t]+([\w-]+)[ \t]*(?:\([ \t]*\))?|([\w-]+)[ \t]*\([ \t]*\))[ \t]*(\{)?[ \t]*(.*)$", re.DOTALL
 )
@@ -65,6 +67,9 @@ def without_documents(text: str, script: Script) -> str:
             if inner.strip() == opens[2]:
                 break
             body.append(inner)
+        if taken := _READ.fullmatch(line[: opens.start()]):
+            remaining.append(f"{taken[1]}=" + shlex.quote(" ".join(body).replace("\\", " ")))
+            continue
         around = line[: opens.start()] + line[opens.end() :]
         into = _BY_TEE.search(around) or _INTO.search(around)
         if into is None:
@@ -269,7 +274,7 @@ _ELEMENT = re.compile(r"\$\{(\w+)\[(\$?\w+)\]\}")
 _SUM = re.compile(r"\$\(expr\s++([^()]*+)\)|\$\(\(([^()]*+)\)\)")
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 _OPEN = re.compile(r"\$[\w{(@*]|`")
-_QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'[^']*'")
+_QUOTED = re.compile(r"\\.|\"(?:\\.|[^\"\\])*\"|'[^']*'")
 _OPTION = re.compile(r"^([ \t]*(?:-\w\s*\|\s*)?(--[\w-]+)\)\s*)(\w+)=[\"']?\$\{?2\}?[\"']?", re.MULTILINE)
 """A script's own option in its `case`: `--name) NAME="$2"`."""
 _OWN_FOLDER = re.compile(r"dirname|BASH_SOURCE|\$\{?0")
@@ -477,7 +482,7 @@ class _Placeholders:
 def _lines(text: str) -> Iterator[str]:
     pending, kept = "", list[str]()
     for line in text.splitlines():  # a backslash at a comment's end continues nothing
-        if line.lstrip()[:1] != "#" or (kept[-1:] and kept[-1].endswith("\\")):
+        if line.lstrip()[:1] != "#" or not line.endswith("\\") or (kept[-1:] and kept[-1].endswith("\\")):
             kept.append(line)
     for line in re.sub(r"(?<![ \t])(?:[ \t]*+\\\n[ \t]*+)++", " ", "\n".join(kept).rstrip("\\ \n")).splitlines():
         line = line if pending else line.strip().removeprefix("@")
