@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 
+from planner.core.errors import NotPlanned
 from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.core.units import gib, percent
@@ -16,6 +17,7 @@ from planner.frameworks.tools import changed_fields
 from planner.hardware.cluster import GPUS_PER_NODE
 from planner.hardware.gpu import GpuSpec
 from planner.memory import around
+from planner.memory.attention_kernels import halves_refusal
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.host import loading_host_bytes
 from planner.memory.states import state_bytes
@@ -248,6 +250,8 @@ def _loading_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterw
 
 def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
     """Whether a config fits, and the single changes worth making, best first."""
+    if reason := halves_refusal(model, config.setup):
+        raise NotPlanned(f"{config.path}: {reason}")
     of_step = with_extras(predict, replace(config, eval_seqs=0), model, gpu)(config.setup)
     evaluation = evaluating_bytes(config, model, gpu, config.setup)
     decides = evaluation > of_step.peak_device_bytes

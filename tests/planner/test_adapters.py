@@ -117,6 +117,12 @@ def test_a_scripts_partial_layers_and_its_own_ia3_targets_are_taken() -> None:
     assert (scaled.setup.adapter, scaled.setup.lora_rank) == ("ia3", 0)
     assert scaled.setup.lora_targets == ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj")
     assert any("target_modules absent" in assumption for assumption in scaled.assumptions)
+    load = "from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained('NAME')\n"
+    stages = f"{head}{load}from trl import RewardTrainer, RewardConfig\nfrom peft import get_peft_model\n"
+    end = "RewardTrainer(model=get_peft_model(model, IA3Config()), args=RewardConfig(max_length=512)).train()\n"
+    reward = read_text(stages + end, "train.py", model=model)  # not planned as IA3: a LoRA of one, which is said
+    assert (reward.setup.adapter, reward.setup.lora_rank) == ("lora", 1)
+    assert any("IA3 is counted as LoRA" in text for text in reward.approximations)
 
 
 def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:

@@ -13,6 +13,7 @@ from planner.frameworks.readers import FileContext, read_text
 from planner.frameworks.readers.types import ReadConfig, UpperBound, overrides, parse_sets
 from planner.hardware.gpus import find_gpu
 from planner.memory.around import evaluation_bytes
+from planner.memory.attention_kernels import halves_refusal
 from planner.models import catalogue
 from planner.planning.check import EVALUATION_BAND_FRACTION, Verdict, band_of, check, judge
 from planner.planning.predict import predict
@@ -297,6 +298,13 @@ def test_a_program_of_sound_is_read_as_the_course_has_it() -> None:
     assert not config.eval_logits  # an evaluation that generates keeps tokens
     frozen = read_text(SOUND.format(more="model.freeze_encoder()"), "train.py", model=whisper, around=FileContext())
     assert frozen.setup.frozen_encoder
+    unsloths = SOUND.format(more="").replace(
+        "model = Whisper",
+        "from unsloth import FastModel\nmodel, _ = FastModel.from_pretrained('NAME')\nmodel2 = Whisper",
+    )
+    offloaded = read_text(unsloths, "train.py", model=whisper, around=FileContext())
+    assert whisper is not None
+    assert (offloaded.setup.stack, halves_refusal(whisper, offloaded.setup)) == ("unsloth", "")
     with pytest.raises(NotPlanned, match="speech"):
         read_text(SOUND.format(more=""), "train.py", model=catalogue.load("google-t5/t5-base"), around=FileContext())
 

@@ -159,6 +159,13 @@ def test_what_unsloth_computes_in_is_the_cards_and_the_models(
     assert (config.setup.precision, config.setup.attention, bounds) == expected
 
 
+@pytest.mark.parametrize(("more", "seqs"), [("", 1), (", per_device_eval_batch_size=4", 4)])
+def test_unsloth_evaluates_as_many_as_train(more: str, seqs: int) -> None:
+    head = HEAD.replace("max_length=512", f"max_length=512, eval_strategy='steps'{more}")
+    body = UNSLOTH.replace("train_dataset=ds", "train_dataset=ds, eval_dataset=ds")
+    assert read_text(head + body, "train.py").eval_seqs == seqs
+
+
 @pytest.mark.parametrize("package", ["pytorch_quantization.nn", "torchao.quantization.qat", "brevitas"])
 def test_quantizers_that_train_along_are_said_not_to_be_counted(package: str) -> None:
     body = LOADED.format("") + TRAINED

@@ -256,7 +256,7 @@ def adapter(settings: Settings, fields: dict[str, Any], kind: str) -> dict[str, 
             trained_parameters(settings.model, setup)
     except SetupError as error:
         settings.approximate(f"{row.title} is counted as LoRA: {error.message}")
-        return fields
+        return {**fields, "lora_rank": max(1, fields["lora_rank"])}
     return adapter_fields
 
 

@@ -28,6 +28,7 @@ from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools import ASKED, FIELD_OF, TOOLS
 from planner.frameworks.tools.transformers import HANDED, SCRIPT
 from planner.frameworks.tools.unsloth import converted, own_kernels
+from planner.memory.around import DEFAULT_EVAL_SEQS
 from planner.models.stored import stored_method
 from planner.models.targets import scaling_targets
 from planner.options.adapters import Adapter
@@ -174,7 +175,10 @@ class _Script:
         label_tokens = self._label_tokens(fields["seq_len_tokens"])
         loop, trainer = self.training_run.loop, self.training_run.trainer
         if loop is None:
-            eval_seqs = evaluating.of_program(trainer, arguments, measured=measures(self.program, trainer))
+            measured = measures(self.program, trainer)
+            eval_seqs = evaluating.of_program(trainer, arguments, measured=measured)
+            if self.unsloth and self.trl and not measured and eval_seqs == DEFAULT_EVAL_SEQS:
+                eval_seqs = min(eval_seqs, fields["micro_batch_seqs"])  # unsloth 2026.10.9 `models/rl.py` eval_changes
         else:
             eval_seqs = loop.eval_seqs or 0
             if loop.eval_seqs is None:
@@ -208,13 +212,22 @@ class _Script:
             loaded_again=program_changes.loaded_again(self.program, self.training_run, self.source.text),
         )
 
+    @property
+    def two_halves(self) -> bool:
+        return self.model is not None and self.model.is_encoder_decoder
+
     def _fields(self) -> dict[str, Any]:
         arguments = self.arguments
         fields = settings_fields(arguments, TOOLS[FORMAT], "micro_batch_seqs", "accumulation_steps", "compile")
         fields |= self._method() | self.computing
         fields["checkpointing"] = self._checkpointing()
         if self.unsloth:
-            fields["activation_offload"] = str(self._of_unsloth()) == "unsloth"
+            halves = self.model is not None and self.model.is_encoder_decoder
+            fields["activation_offload"] = str(self._of_unsloth()) == "unsloth" and not halves
+            if halves:
+                arguments.approximate(
+                    UpperBound("Unsloth's offloaded checkpoints are counted on the GPU", "activations")
+                )
         else:
             fields["activation_offload"] = common.offloads(arguments, fields["checkpointing"])
         fields["seq_len_tokens"] = self._length()
@@ -366,7 +379,10 @@ class _Script:
         arguments = self.arguments
         if self.unsloth:
             whole = environment_word(self.source.text, self.outside.environment, "UNSLOTH_RETURN_LOGITS") == "1"
-            return {"loss": "full" if whole else "chunked", "kernels": own_kernels(fields, arguments.model)}
+            return {
+                "loss": "full" if whole or self.two_halves else "chunked",
+                "kernels": own_kernels(fields, arguments.model),
+            }
         whole = evaluating.given(self.training_run.trainer, "compute_loss_func")
         whole = whole or arguments.real("label_smoothing_factor", 0.0) > 0
         if self.trl and self.defaults.loss(None, liger=True, whole=whole) == "chunked":
