@@ -390,6 +390,9 @@ def test_advice_is_of_the_program_that_ran() -> None:
     assert "full fine-tuning" not in unsloth
     assert "embed_tokens" in unsloth
     assert "quarter of the states" not in unsloth
+    its_own = changes(*STEP, f"{SITE}/unsloth/models/_utils.py:_unsloth_training_step", CASES["backward"][-1])
+    assert "use_gradient_checkpointing='unsloth'" in its_own
+    assert "use_liger_kernel" not in its_own
 
 
 def test_a_run_that_its_config_does_not_explain_is_advised_nothing_that_needs_more(
@@ -425,6 +428,8 @@ def test_a_run_that_its_config_does_not_explain_is_advised_nothing_that_needs_mo
         "killed by OOM killer",
         "DataLoader worker is killed by singal: Killed",
         "the ram usage is maxed and the notebook crashes",
+        "Your session crashed after using all available RAM.",
+        "Your notebook tried to allocate more memory than is available. It has restarted.",
         "内存在训练过程中越来越高最后，oom\nFile torch/cuda/streams.py",
         "the validation leads to an increase in system memory, which leads to Out Of Memory",
         "DataLoader worker (pid 5) is killed by signal: Killed\nIs there `cuda out of memory` in dmesg?",
@@ -434,6 +439,12 @@ def test_the_hosts_memory_is_told_from_the_cards(text: str) -> None:
     diagnosis = diagnose(text)
     assert diagnosis.message.where == "host"
     assert diagnosis.causes[0].name == "host memory"
+
+
+def test_layers_for_which_the_card_had_no_room_are_told() -> None:
+    """Colab's first error of a model too large: transformers 5.23 `quantizers/quantizer_bnb_4bit.py`."""
+    text = "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit"
+    assert [cause.name for cause in diagnose(text).causes] == ["no room for the model"]
 
 
 def test_shared_memory_is_told_from_the_hosts() -> None:

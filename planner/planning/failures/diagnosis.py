@@ -46,6 +46,10 @@ ADAPTERS = re.compile(
 OF_ADAPTERS = {
     LORA: "embed_tokens and lm_head left out of target_modules and modules_to_save, where they train; a smaller rank"
 }
+OF_UNSLOTH = {
+    GRADIENT_CHECKPOINTING: "use_gradient_checkpointing='unsloth' in get_peft_model, where it is off or True",
+    FUSED_LOSS: "UNSLOTH_RETURN_LOGITS=1 left out, where it is set: the logits come in pieces without it",
+}
 PAGED = {EIGHT_BIT: "optim='paged_adamw_8bit', where it is not paged yet: states move to the host as the card fills"}
 """Where bitsandbytes' optimizer runs: large embeddings have 32-bit states in its 8-bit ones too."""
 
@@ -74,8 +78,18 @@ HOST = {
         "/dev/shm ran out, through which the data loader's workers hand over their batches",
         ("docker run --shm-size=16g (or --ipc=host)", "dataloader_num_workers=0"),
     ),
+    "dispatched": Cause(
+        "no room for the model",
+        "the model was larger than what the GPU had free as it loaded: device_map left layers to the CPU, where "
+        "bitsandbytes' 4 and 8 bits do not run",
+        (
+            "restart the runtime: an earlier cell's model may still lie on the GPU (nvidia-smi)",
+            "device_map={'': 0}: if it fits after all it loads; else the error says by how much it does not",
+            "a smaller model, or 4 bits where it was 8: plan MODEL --gpu GPU says what fits",
+        ),
+    ),
 }
-"""Where memory ran out, other than on the card -> the cause."""
+"""Where memory ran out, other than in the run on the card -> the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +131,7 @@ def _applying(changes: Iterable[str], message: Message, *, adapters: bool) -> It
     own_loop = bool(files) and not INSTALLED.search(files[0]) and not any(map(TRAINERS.search, files))
     words = {
         **(IN_CODE if own_loop else {}),
+        **(OF_UNSLOTH if any("unsloth" in file for file in files) else {}),
         **(PAGED if any("bitsandbytes/optim/" in file for file in files) else {}),
         **(OF_ADAPTERS if adapters else {}),
     }

@@ -76,10 +76,12 @@ _HOST_ERRORS = re.compile(
     r"can't allocate memory|Cannot allocate memory|\bMemoryError|\boom[-_ ]?kill|\bSIGKILL\b|OOMKilled"
     r"|killed by signal: Killed|out of memory: Killed process|(?:exit ?|return |run )code {0,4}[:=]? {0,2}-9\b"
     r"|DataLoader worker.{0,20} killed\b(?!.{0,20}: (?:Seg|Bus))"
+    r"|crashed after using all available RAM|notebook tried to allocate more memory than is available"
     r"|running low on memory|ray-oom-prevention|\b(?:CPU|RAM|host|node)(?: memory)?[ -]OOM\b"
     r"|(?<!GPU )(?<!video )\bRAM (?:usage )?(?:is |was |gets )?(?:maxed|full\b|exhausted)",
     re.IGNORECASE,
 )
+_DISPATCHED = re.compile(r"modules are dispatched on the CPU")
 _IN_WORDS = re.compile(
     r"out[- _]of[- _](?:(?:GPU|CUDA|video)[- _])?memory|memory overflow"
     r"|(?<![a-z])ooms?(?![a-z])|显存(?:不够|不足|溢出|爆|被?占满)|爆显存"
@@ -144,7 +146,8 @@ class Message:
     """What the text says. Sizes in bytes, None where it does not say them.
 
     Attributes:
-        where: "device", "host", "shared" (the host's /dev/shm), or "" where the text tells of none running out.
+        where: "device", "host", "shared" (the host's /dev/shm), "dispatched" (layers for which the GPU had no
+            room), or "" where the text tells of none running out.
         frames: the last traceback's, the innermost last; `code`: the source line before the error, often pasted alone.
         tried_bytes: the allocation that failed.
         other_bytes: what other processes hold on the card, where the message counts them.
@@ -194,7 +197,7 @@ def _error(lines: Sequence[str]) -> tuple[str, int | None]:
     device = _last(lines, _DEVICE_ERRORS)
     if device is not None and _RAISED.search(lines[device]):
         return "device", device
-    for where, pattern in (("shared", _SHARED_ERRORS), ("host", _HOST_ERRORS)):
+    for where, pattern in (("dispatched", _DISPATCHED), ("shared", _SHARED_ERRORS), ("host", _HOST_ERRORS)):
         at = _last(lines, pattern)
         if at is not None:
             return where, at
