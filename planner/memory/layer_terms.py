@@ -309,11 +309,15 @@ def inputs_saved(
         base = SIZE_BYTES[cast] * elements * sum(linear.num_active for linear in linears)
     elif context.trained and not kept_elsewhere:
         base = SIZE_BYTES[input_dtype] * elements * max(linear.num_active for linear in linears)
-    if setup.saves_matmul_inputs and not context.trained and linears[0].quantizes and not pinned_elsewhere:
-        pinned = SIZE_BYTES[input_dtype] * elements
     adapted = [linear for linear in linears if linear.name in context.adapted]
-    adapter_bytes = adapted and _adapters_keep(adapted, context, input_dtype, shared=bool(pinned) or kept_elsewhere)
-    return Inputs(base=base, adapters=adapter_bytes or 0, pinned=pinned, pinned_again=pinned if kept_elsewhere else 0)
+    rotated = len(adapted) if setup.kind.form == "rotations" else 0  # each of these matrices gets an input of its own
+    if setup.saves_matmul_inputs and not context.trained and linears[0].quantizes:
+        there = pinned_elsewhere or rotated == len(linears)
+        pinned = SIZE_BYTES[input_dtype] * elements * (rotated + (not there))
+    shared = kept_elsewhere or (bool(pinned) and not rotated)
+    adapter_bytes = adapted and _adapters_keep(adapted, context, input_dtype, shared=shared)
+    again = pinned if kept_elsewhere and not rotated else 0
+    return Inputs(base=base, adapters=adapter_bytes or 0, pinned=pinned, pinned_again=again)
 
 
 def _compiled(

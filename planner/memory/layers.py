@@ -317,6 +317,8 @@ def adapter_temporaries(width: int, dtype: str, context: LayerContext) -> tuple[
     dropout, size = context.setup.lora_dropout > 0, SIZE_BYTES[adapter]
     copies = size * (cast and (dropout or cast_back)) + size * (dropout and cast_back)
     backward = 2 * size if dropout else size + SIZE_BYTES[dtype] * cast
+    if context.setup.kind.form == "rotations" and cast:  # what is rotated, block by block, and the result
+        copies, backward = copies + 2 * size, backward + 2 * size
     return width * copies, width * backward
 
 
@@ -456,6 +458,9 @@ def forward_temporary(layer: LayerSpec, context: LayerContext) -> int:
     dtypes = context.dtypes
     size = SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
     mlp = 3 * size * mlp_width(layer)
+    if any(linear.role == "down" and linear.name in context.adapted for linear in layer.linears):
+        activated = input_dtype(next(linear for linear in layer.linears if linear.role == "down"), layer, context)
+        mlp = max(mlp, size * mlp_width(layer) + adapter_temporaries(mlp_width(layer), activated, context)[0])
     if context.setup.stream_degree > 1:  # beside its input, gathered; at its end what the ranks' products add up to
         mlp = size * max(3 * mlp_width(layer) + context.hidden, mlp_width(layer) + 2 * context.hidden)
     scores = exchange = 0

@@ -68,6 +68,15 @@ def test_experts_in_4_bits_are_counted_as_bitsandbytes_holds_them(fields: dict[s
     agreeing(loaded("allenai/olmoe-1b-7b-0924"), find_gpu("rtx-4090"), setup, 0.002)
 
 
+@pytest.mark.parametrize("fields", [{"method": "qlora", "quantization": "int8"}, {}])
+def test_every_matrix_that_oft_adapts_gets_an_input_of_its_own(fields: dict[str, object]) -> None:
+    """int8 keeps each of them (28 % of a step of Llama-3.1-8B), and the peak is where the last is made."""
+    setup = TrainSetup(adapter="oft", lora_rank=32, precision="bf16-pure", **fields)  # type: ignore[arg-type]
+    agreeing(
+        loaded("qwen/qwen2.5-0.5b"), find_gpu("a100-80gb"), setup.replace(micro_batch_seqs=8, loss="chunked"), 0.02
+    )
+
+
 @pytest.mark.parametrize(
     ("stack", "optimizer"), [("trl", "adamw-8bit"), ("plain-loop", "adamw-8bit"), ("trl", "adagrad")]
 )
