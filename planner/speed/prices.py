@@ -35,7 +35,7 @@ class Price(NamedTuple):
 Row = Callable[[Operator, CardRates], Price]
 FREE = Price(0.0, "elementwise", 0)
 THIN = 128
-"""A product with a dimension of no more is an adapter's: bytes, not products, decide it."""
+"""A product with a dimension of no more is an adapter's: of 16-bit numbers bytes, not products, decide it."""
 _WAVE_LOSS, _MATRIX_START_S = 0.1, 2.5e-6
 _BEYOND_LARGE = 1.04
 """Fitted to 420 products of 16 x 896 x 256 to 16,384 x 12,288 x 4,096 on an H100: median 4.6 %, 90th 11.5 % of those
@@ -60,9 +60,9 @@ def matrix_s(
     """
     size = 4.0 if dtype == "float32" else 2.0
     moved = batch * ((m * k + k * n) * size + m * n * written)
-    if min(m, n, k) <= THIN:
-        return moved / (0.93 * rates.copy) + _MATRIX_START_S
     rate = rates.matrix.get(dtype, rates.matrix["float32"])
+    if min(m, n, k) <= THIN:  # in fp32, and in bf16 where that is emulated, even such products are bound by arithmetic
+        return max(moved / (0.93 * rates.copy), 2.0 * batch * m * n * k / rate) + _MATRIX_START_S
     tile = MATRIX_TILE if size == 2 else 128 * 32
     waves = batch * m * n / (tile * rates.sms)
     start = rates.start_up_columns * min(1.0, rate / rates.matrix["float16"])

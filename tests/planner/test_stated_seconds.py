@@ -73,6 +73,10 @@ def test_a_product_as_thin_as_an_adapters_costs_its_bytes(place: int) -> None:
         m, n, k = sizes
         moved = 2.0 * (m * k + k * n + m * n)
         assert (matrix_s(m, n, k, "bfloat16", H100) == pytest.approx(moved / (0.93 * H100.copy) + 2.5e-6)) == by_bytes
+    emulated = card_rates(find_gpu("t4")), "bfloat16"  # by fp32's units, which are slower than its memory
+    for rates, dtype in (emulated, (H100, "float32")):
+        least = 2.0 * THIN * 4096 * 4096 / rates.matrix[dtype]
+        assert matrix_s(THIN, 4096, 4096, dtype, rates) == pytest.approx(least + 2.5e-6)
 
 
 L2_GAIN = {34: 1.45, 50: 1.2, 67: 1.03}
