@@ -20,7 +20,7 @@ from planner.frameworks.tools import ASKED, tool_of
 from planner.options.layouts import SHARDED
 
 OTHER_ENGINES = ("verl", "openrlhf", "megatron", "nanotron", "mlx_lm", "mlx", "xtuner", "colossalai", "skyrl_train")
-FLAGS_OF = {"trl": trl.FORMAT, "litgpt": litgpt.FORMAT, "llamafactory-cli": llamafactory.FORMAT}
+FLAGS_OF = {"trl": trl.FORMAT, "llamafactory-cli": llamafactory.FORMAT}
 """Tools that take every setting as a flag -> the format that the flags are of."""
 NOT_TRAINING = re.compile(
     r"^(?:run_?)?(?:eval|infer|generat|merge|convert|prepare|preprocess|download|test|plot|serve|setup)"
@@ -113,6 +113,10 @@ class Launches:
             if inside.num_gpus > 1 and "NPROC_PER_NODE" not in inside.environment:
                 extra["device_map"] = "auto"
             return self._of_flags(command, swift.FORMAT, inside, extra)
+        if command.tool == "litgpt":
+            file = self._settings_of(command.target, inside) if command.target else {}
+            given = litgpt.of_words(command.arguments, shell.flags(command.arguments), file)
+            return self._of_given(command, litgpt.FORMAT, inside, given)
         kind = FLAGS_OF.get(command.tool)
         if kind is not None and not command.target:
             return self._of_flags(command, kind, inside)
@@ -202,7 +206,9 @@ class Launches:
     def _of_flags(
         self, command: shell.Command, kind: str, around: FileContext, extra: Mapping[str, Any] | None = None
     ) -> ReadConfig:
-        given = {**shell.flags(command.arguments), **(extra or {})}
+        return self._of_given(command, kind, around, {**shell.flags(command.arguments), **(extra or {})})
+
+    def _of_given(self, command: shell.Command, kind: str, around: FileContext, given: Mapping[str, Any]) -> ReadConfig:
         opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
         resolved = {key: value for key, value in given.items() if key not in opened}
         reading = _launched(lambda inside: READERS[kind](Settings(resolved, self.name, inside)), command, around)

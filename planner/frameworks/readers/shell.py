@@ -704,7 +704,8 @@ def _program(words: list[str], num_gpus: int | None, config: str) -> Command | N
 def _of_tool(tool: str, words: list[str], num_gpus: int | None, launcher: str = "") -> Command | None:
     verbs = {
         "trl": TRL_COMMANDS, "axolotl": ("train", "finetune"), "llamafactory-cli": ("train",), "unsloth": ("train",),
-        "swift": ("sft", "pt", "rlhf"), "litgpt": ("finetune_lora", "finetune", "finetune_full"), "tune": ("run",),
+        "swift": ("sft", "pt", "rlhf"), "tune": ("run",),
+        "litgpt": ("finetune", "finetune_lora", "finetune_full", "finetune_adapter", "finetune_adapter_v2", "pretrain"),
         **dict.fromkeys(NAMED, ()),
     }[tool]  # fmt: skip
     if (not words or words[0] not in verbs) and tool not in NAMED:

@@ -38,6 +38,8 @@ def read(settings: Settings) -> ReadConfig:
     if "quantizer" in settings.values:
         named = (*named, "quantizer", settings.block("quantizer").text("_component_", "").lower())
     other = of_recipe(FORMAT, (*named, loss.lower(), *(TEACHER & set(settings.values))))
+    if "max_new_tokens" in settings.values:
+        other = "generation"
     if not other and loss and not loss.endswith(LOSSES):
         other = loss.rpartition(".")[2]
     if other:
