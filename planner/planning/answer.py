@@ -105,7 +105,7 @@ def plan_workload(
         unpacked = _of_unpacked(workload, why, corrections, cache, num_ranked, helped, explained)
         if unpacked is not None:
             return unpacked
-    if not corrections and _packed(workload) and _weights_alone_exceed(workload):
+    if not corrections and workload.num_gpus == 1 and _packed(workload) and _weights_alone_exceed(workload):
         packed = _with_packed_experts(workload, corrections, cache)
         if packed is not None:
             return packed
@@ -282,7 +282,7 @@ def _packs_alone(workload: Workload) -> bool:
 def _packed(workload: Workload) -> list[Workload]:
     """The same work with a mixture's experts in 4 bits too, by the programs that train them, on the card and then in
     the host's memory; empty where that is no way."""
-    if "quantize_experts" in workload.fixed or workload.num_gpus > 1 or not has_expert_stacks(workload.model):
+    if "quantize_experts" in workload.fixed or not has_expert_stacks(workload.model):
         return []
     fixed = {**workload.fixed, "quantize_experts": (True,)}
     named = [(name,) for name in PACKING if workload.targets in ((), (name,))]

@@ -7,6 +7,7 @@ import pytest
 from planner.core.errors import SetupError
 from planner.frameworks.exporters import EXPORTERS
 from planner.frameworks.readers import read_text
+from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import missing_kernels
 from planner.memory.micro_batch import activation_parts
@@ -117,6 +118,9 @@ def test_a_mixture_that_fits_no_other_way_gets_a_plan_with_the_target_that_runs_
     assert plan.notes[0].startswith("nothing fits with the experts in 16 bits; in 4 bits Axolotl alone")
     assert isinstance(plan_workload(plan_request(QWEN, fixed={"quantize_experts": (False,)})), NoPlan)
     assert isinstance(plan_workload(plan_request(QWEN, targets=("trl",))), NoPlan)
+    two = plan_workload(plan_request(QWEN, fixed={"method": ("qlora",)}, cluster=make_cluster(GPU, 2)))
+    assert isinstance(two, Plan)
+    assert (two.chosen.setup.parallel, two.chosen.setup.quantize_experts) == ("ddp", True)
     roomy = plan_workload(plan_request(QWEN, "a100-80gb"))
     assert isinstance(roomy, Plan)
     assert not roomy.chosen.setup.quantize_experts

@@ -206,7 +206,7 @@ class ThroughputProfile:
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
         beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
-        unmeasured = self._unmeasured_fraction(seqs, steps, parts) + beyond
+        unmeasured = self.unmeasured_fraction(seqs, steps, parts) + beyond
         wall_s = self._with_host(busy, seqs)
         slower = HOST_SLOWER_RENTED * self._speed.constants.host_scale / self._speed.host_scale
         slow_host = steps * (self._with_host(busy, seqs, slower) - wall_s) / total
@@ -230,7 +230,7 @@ class ThroughputProfile:
             other: the program's, whose band has the host.
             gain: how much faster this setup is than that one, as a fraction.
         """
-        unmeasured = self._unmeasured_fraction(setup.micro_batch_seqs, setup.accumulation_steps, step.parts_s)
+        unmeasured = self.unmeasured_fraction(setup.micro_batch_seqs, setup.accumulation_steps, step.parts_s)
         beyond = max(0.0, gain - LARGEST_GAIN) if KERNELS[self._setup.kernels].parts else 0.0
         return self._band(unmeasured + beyond, other.band_fraction)
 
@@ -242,10 +242,10 @@ class ThroughputProfile:
                 without fused kernels.
         """
         parts = self.step_time(setup).parts_s
-        unmeasured = self._unmeasured_fraction(setup.micro_batch_seqs, setup.accumulation_steps, parts)
-        return max(compared + unmeasured, self._judged)
+        unmeasured = self.unmeasured_fraction(setup.micro_batch_seqs, setup.accumulation_steps, parts)
+        return max(compared + unmeasured, self.judged)
 
-    def _unmeasured_fraction(self, seqs: int, steps: int, parts: Mapping[str, float]) -> float:
+    def unmeasured_fraction(self, seqs: int, steps: int, parts: Mapping[str, float]) -> float:
         """The share of a step that nobody has measured in a run of the setup's kind."""
         unmeasured = self._family.unmeasured_s(seqs) * steps + parts.get("generation", 0.0)
         unmeasured += parts[self._encoder.name] if self._encoder is not None else 0.0
@@ -258,10 +258,10 @@ class ThroughputProfile:
         setup, speed = self._setup, self._speed
         card = speed.calibration.band_for(speed.gpu)
         band = speed_band(card, setup.kernels, speed.gpu.key, compiled=setup.compiled) + unmeasured
-        return max(band, self._judged, slow_host)
+        return max(band, self.judged, slow_host)
 
     @property
-    def _judged(self) -> float:
+    def judged(self) -> float:
         """The least band of what nobody has timed, by judgement."""
         if not self._setup.quantize_experts and self._setup.attention != FLEX:
             return 0.0

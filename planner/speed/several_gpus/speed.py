@@ -19,7 +19,6 @@ from planner.setup import FIELDS, TrainSetup
 from planner.speed.roofline import CURRENT, PARTS, Calibration, Conditions, StepTime
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.rented import collated_s
-from planner.speed.roofline.types import WITHOUT_GRADIENTS
 from planner.speed.several_gpus import collectives as offload
 from planner.speed.several_gpus.collectives import Collectives, pipeline_s
 from planner.speed.several_gpus.compute import Rank
@@ -269,23 +268,17 @@ class LayoutProfile:
         total = sum(parts.values())
         flops = profile.flops(setup.micro_batch_seqs, steps)
         band = max(self._calibration.band_for(self._cluster.gpu), DEALT_BAND if setup.expert_degree > 1 else 0.0)
-        unmeasured = 0.0
-        if not setup.objective_spec.supervised:
-            unmeasured = (parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0) + generation) / total
+        unmeasured = profile.unmeasured_fraction(setup.micro_batch_seqs, steps, parts)
         unmeasured += SLOW_HOST_BAND * parts.get("offload", 0.0) / total
+        band = max(band, self._calibration.bands.get("spread", band))
+        compared = speed_band(band, setup.kernels, self._cluster.gpu.key, compiled=setup.compiled)
         return StepTime(
             step_time_s=total,
             parts_s=parts,
             flops=flops,
             mfu_fraction=profile.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
-            band_fraction=speed_band(
-                max(band, self._calibration.bands.get("spread", band)),
-                setup.kernels,
-                self._cluster.gpu.key,
-                compiled=setup.compiled,
-            )
-            + unmeasured,
+            band_fraction=max(compared + unmeasured, profile.judged),
             notes=(*profile.notes(), *self._notes()),
         )
 
