@@ -12,7 +12,7 @@ import pytest
 from benchmarks.longest_context import PUBLISHED, UNSLOTH, longest
 from finetune_planner.cli.app import run
 from planner.core.errors import SetupError, UsageError
-from planner.frameworks.exporters import EXPORTERS
+from planner.frameworks.exporters import EXPORTERS, TARGETS
 from planner.frameworks.exporters.install import install_calls
 from planner.frameworks.readers import read_text
 from planner.hardware.gpus import find_gpu
@@ -219,6 +219,15 @@ def test_launch_files_switch_on_what_was_planned(
 ) -> None:
     text = EXPORTERS[target](request(TrainSetup(**fields), model=loaded(model))).files[0].text
     assert all(line in text for line in lines), text
+
+
+@pytest.mark.parametrize(("model", "kernels"), [(LLAMA, "fused"), ("zai-org/GLM-4-9B-0414", "eager")])
+def test_unsloth_runs_its_kernels_where_it_has_them(model: str, kernels: str) -> None:
+    """A plan for it took 8 bits of models without them, the one base that their absence was known of."""
+    setup = TrainSetup(kernels="liger", loss="chunked", adapter_dtype="fp32", stack="unsloth")
+    runs = EXPORTERS["unsloth"](request(setup, model=loaded(model))).runs
+    assert runs == setup.replace(kernels=kernels)
+    assert TARGETS["unsloth"].expresses(runs, loaded(model))
 
 
 def test_a_tool_without_fused_lora_says_so_and_the_package_is_in_the_install_line() -> None:

@@ -27,6 +27,7 @@ from planner.frameworks.exporters.types import (
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.options.images import IMAGE_TARGETS
+from planner.options.kernels import kernels_refusal
 from planner.options.stacks import STACKS, TARGET_ROWS
 from planner.setup import TrainSetup
 from planner.setup.allowed import EXPERT_TARGETS, FLEX, XFORMERS
@@ -73,9 +74,13 @@ class Target:
         """Why it cannot run a setup of a model on a card (None: not known), "" when it can."""
         return self._unlike(setup, gpu) or str(self.room.refusal(setup, model))
 
-    def differences(self, setup: TrainSetup, gpu: GpuSpec | None = None) -> tuple[Difference, ...]:
+    def differences(
+        self, setup: TrainSetup, gpu: GpuSpec | None = None, model: ModelSpec | None = None
+    ) -> tuple[Difference, ...]:
         """What it runs otherwise than a setup says; nothing for the setup that it makes of another."""
         differences: tuple[Difference, ...] = self.room.differences(setup)
+        if model is not None:
+            differences = tuple(_without_kernels(differences, model.model_type))
         return tuple(_without_liger(differences)) if gpu is not None and gpu.vendor == "Apple" else differences
 
     def as_run(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> TrainSetup | str:
@@ -85,13 +90,13 @@ class Target:
         """
         if reason := self.refusal(setup, model, gpu):
             return reason
-        changes = {difference.field: difference.runs_as for difference in self.differences(setup, gpu)}
+        changes = {difference.field: difference.runs_as for difference in self.differences(setup, gpu, model)}
         runs = (setup.replace(**changes) if changes else setup).run_by(self.name)
         return (changes and self.refusal(runs, model, gpu)) or runs
 
     def expresses(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> bool:
         """Whether it runs exactly this setup: `as_run` gives the same."""
-        other = self.differences(setup, gpu) or self.refusal(setup, model, gpu)
+        other = self.differences(setup, gpu, model) or self.refusal(setup, model, gpu)
         return not other and setup.run_by(self.name) == setup
 
     def export(self, request: ExportRequest) -> Launch:
@@ -109,7 +114,8 @@ class Target:
             reason = "no vLLM server is written beside a job on several nodes: use --generator vllm-sleep"
         if isinstance(runs, str) or (reason := reason or prepare.refusal(request, self.name)):
             return Launch(target=self.name, refused=reason or str(runs))
-        differences, tested = self.differences(setup, request.gpu), versions(room.VALIDATED_WITH, setup)
+        differences = self.differences(setup, request.gpu, request.model)
+        tested = versions(room.VALIDATED_WITH, setup)
         draft: Draft = room.export(request, differences)
         files, main = draft.files, draft.main
         made = prepare.command(request, self.name) if draft.complete else ""
@@ -123,6 +129,15 @@ class Target:
 
 OF_TARGETS = {XFORMERS: ("axolotl",), FLEX: ("trl", "hf")}
 """Attentions that not every target has -> those for which they are planned."""
+
+
+def _without_kernels(differences: tuple[Difference, ...], model_type: str) -> Iterator[Difference]:
+    """What a target runs otherwise of a model type that its kernels do not run: the layers as they are."""
+    for difference in differences:
+        if difference.field != "kernels" or not kernels_refusal(difference.runs_as, model_type):
+            yield difference
+        elif difference.planned != "eager":
+            yield replace(difference, runs_as="eager")
 
 
 def _without_liger(differences: tuple[Difference, ...]) -> Iterator[Difference]:

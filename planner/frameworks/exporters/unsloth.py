@@ -19,7 +19,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     kernels = own_kernels({name: getattr(setup, name) for name in setup.__dataclass_fields__}, None)
     runs: dict[str, tuple[object, str]] = {
         "loss": ("chunked", "Unsloth computes the loss in chunks by its own kernel"),
-        "kernels": (kernels, "Unsloth runs kernels of its own, for adapters without dropout on 16 or 4 bits"),
+        "kernels": (kernels, "Unsloth has kernels for some models' adapters, without dropout on 16 or 4 bits"),
         "attention": ("sdpa", "Unsloth picks its attention itself: flash-attn where installed, else xformers or SDPA"),
         "kbit_fp32_cast": (False, "Unsloth prepares k-bit models itself and leaves embeddings in 16 bits"),
         "selective_checkpointing": (False, "Unsloth has no selective checkpointing: attention is recomputed, slower"),
