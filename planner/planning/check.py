@@ -138,16 +138,20 @@ def band_of(prediction: Prediction, config: ReadConfig | None = None) -> Band:
 
 def _bounded_fraction(prediction: Prediction, approximations: Sequence[str], kind: type[Bound]) -> float:
     """What the approximations of a kind are about, of the device peak."""
-    bounded = {category for text in approximations if isinstance(text, kind) for category in text.categories}
+    bounded = _bounded(approximations, kind)
     counted = sum(term.size_bytes for term in prediction.terms if term.category in bounded)
     return counted / prediction.peak_device_bytes if counted else 0.0
 
 
+def _bounded(approximations: Sequence[str], kind: type[Bound]) -> set[str]:
+    return {category for text in approximations if isinstance(text, kind) for category in text.categories}
+
+
 def certain_bytes(prediction: Prediction, config: ReadConfig) -> int:
-    """What lies on the card without doubt: the weights, and the optimizer's states where all settings are followed."""
-    if any("offload" in approximation for approximation in config.approximations):
-        return 0
-    sure = ("weights",) if config.approximations else ("weights", "optimizer")
+    """What lies on the card without doubt: the weights, and the optimizer's states where all settings are followed, but
+    for what is counted as an upper bound."""
+    sure = {"weights"} if config.approximations else {"weights", "optimizer"}
+    sure -= _bounded(config.approximations, UpperBound)
     return sum(term.size_bytes for term in prediction.terms if term.category in sure)
 
 

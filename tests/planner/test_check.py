@@ -18,6 +18,7 @@ from planner.core.units import GIB, gib
 from planner.frameworks.exporters import EXPORTERS
 from planner.frameworks.readers import canonical, read_text
 from planner.frameworks.readers.rewrite import rewrite
+from planner.frameworks.readers.types import UpperBound
 from planner.frameworks.tools import changed_fields, tool_of
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -504,7 +505,7 @@ def test_weights_that_have_no_room_are_no_question_of_a_band(adapter: str, load:
     assert certain_bytes(result.prediction, wide) > budget
     assert result.prediction.peak_device_bytes * (1 - result.band.below) < budget
     assert result.verdict is Verdict.DOES_NOT_FIT
-    offloaded = replace(config, approximations=("offloading from one GPU is counted as if nothing left it",))
+    offloaded = replace(config, approximations=(UpperBound("layer_offloading: counted on the GPU", "weights"),))
     assert certain_bytes(result.prediction, offloaded) == 0
 
 

@@ -311,7 +311,7 @@ def test_a_program_of_sound_is_read_as_the_course_has_it() -> None:
 
 LEFT_OUT = {
     "axolotl.yml": (f"base_model: NAME\n{AXOLOTL}lisa_n_layers: 4\n", "LISA"),
-    "lf.yaml": (f"model_name_or_path: NAME\n{LLAMAFACTORY}use_asft_loss: true\n", "ASFT"),
+    "lf.yaml": (f"model_name_or_path: NAME\n{LLAMAFACTORY}use_eaft_loss: true\n", "EAFT"),
 }
 ASKED = {
     "axolotl.yml": (f"base_model: NAME\n{AXOLOTL}overrides_of_model_config: {{num_hidden_layers: 4}}\n", "model"),

@@ -892,6 +892,10 @@ REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
     (NotPlanned, "stage rm with a step of LLaMA-Factory's own", "a.yaml", (
         "model_name_or_path: m\nstage: rm\ndo_train: true\nfinetuning_type: lora\n",
     )),
+    (NotPlanned, r"trains (ASFT with a step|with Megatron)", "a.yaml", tuple(
+        f"model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: full\n{key}\n"
+        for key in ("use_asft_loss: true", "pipeline_model_parallel_size: 4", "expert_model_parallel_size: 1")
+    )),
     (ConfigError, "pref_loss must be one of", "a.yaml", (
         "model_name_or_path: m\nstage: dpo\npref_loss: cal_dpo\ndo_train: true\nfinetuning_type: lora\n",
     )),

@@ -41,7 +41,7 @@ NOT_COUNTED = {
     "peft_trainable_token_indices": "single trained rows of the embeddings are not counted",
     "overrides_of_model_kwargs": "overrides_of_model_kwargs are not followed",
     **{
-        key: f"{key}: counted as if nothing left the GPU"
+        key: UpperBound(f"{key}: counted as if nothing left the GPU", "weights")
         for key in ("layer_offloading", "ple_cpu_offload", "lora_on_cpu")
     },
 }
@@ -253,7 +253,9 @@ def _reentrant(settings: Settings, fields: Mapping[str, Any]) -> bool:
 def _offloads(settings: Settings, checkpointing: int) -> bool:
     everything = settings.raw("activation_offloading", False)
     if everything and not checkpointing:
-        settings.approximate("activation_offloading without checkpoints: counted as if nothing left the GPU")
+        settings.approximate(
+            UpperBound("activation_offloading without checkpoints: counted as on the GPU", "activations")
+        )
         return False
     if everything is True and settings.raw("adapter"):
         settings.approximate(

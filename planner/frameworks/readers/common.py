@@ -424,11 +424,14 @@ def keeps_attention(settings: Settings, fields: Mapping[str, Any]) -> bool:
     return False
 
 
+OFFLOADED = UpperBound("activations offloaded to host memory are counted as if they stayed on the GPU", "activations")
+
+
 def offloads(settings: Settings, checkpointing: int) -> bool:
     """Whether the checkpoints lie in host memory: transformers' option, or TRL's, which takes everything."""
     everything = settings.flag("activation_offloading", False)
     if everything and not checkpointing:
-        settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
+        settings.approximate(OFFLOADED)
     return bool(checkpointing) and (_kwargs(settings).flag("offload", False) or everything)
 
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from planner.core.errors import NotATraining
+from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
-from planner.frameworks.readers.objectives import estimated, of_trainer
+from planner.frameworks.readers.objectives import TRACE, estimated, of_trainer
 from planner.frameworks.readers.sharding import Layout, fsdp, parallel_of, zero_stage
 from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
@@ -41,9 +41,9 @@ NOT_COUNTED = {
     "mixture_of_depths": "mixture of depths skips tokens: counted as if none were skipped",
     "fp8": "fp8 matrix multiplications are counted as bf16",
     "use_unsloth": "Unsloth's kernels are not counted",
-    "use_kt": "experts computed on the host (KTransformers) are counted as if they were on the GPU",
+    "use_kt": UpperBound("experts computed on the host (KTransformers) are counted as on the GPU", "weights", *TRAINED),
     "upcast_layernorm": "norms in fp32 are not counted",
-    "use_asft_loss": "the reference model of ASFT's loss is not counted",
+    "use_eaft_loss": "the copy of the logits that EAFT's loss takes is not counted",
     "shift_attn": "shifted sparse attention is counted as full attention",
 }
 
@@ -106,6 +106,10 @@ def _objective(settings: Settings) -> str:
         raise NotATraining(
             f"{settings.name}: do_train is not true: not a training config", hint="give the config of a training"
         )
+    if megatron := next((key for key in settings.values if key.endswith("_model_parallel_size")), ""):
+        raise NotPlanned(f"{settings.name} trains with Megatron ({megatron}): not planned", hint=TRACE)
+    if settings.flag("use_asft_loss", False):  # a reference's logits, and the divergence of all of them
+        raise estimated(settings.name, "ASFT", "LLaMA-Factory")
     if stage == "dpo":
         loss = settings.text("pref_loss", "sigmoid")
         if loss not in PREFERENCES:

@@ -57,7 +57,7 @@ def read(settings: Settings) -> ReadConfig:
     if "lora_qwen2" in inner.text("_component_", ""):
         settings.approximate("its Qwen 2 with adapters holds rotary tables in every layer: not counted")
     if settings.flag("enable_activation_offloading", False):
-        settings.approximate("activations offloaded to host memory are counted as if they stayed on the GPU")
+        settings.approximate(common.OFFLOADED)
     block = settings.block("optimizer")
     component = block.text("_component_", "torch.optim.AdamW")
     fused = component == "torch.optim.AdamW" and block.flag("fused", False)
