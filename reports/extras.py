@@ -72,7 +72,7 @@ class Timeline:
 
     Attributes:
         points: (event number, allocated bytes), in order; thinned by the maker, the peak kept.
-        phases: empty where their borders are not known.
+        phases: in order.
         peak_event, peak_bytes: where the peak is.
         depth: what was traced ("4 of 28 layers"), empty for full depth.
         tensors: what is alive at the peak, largest first.
@@ -135,7 +135,11 @@ def extras_from_dict(document: Mapping[str, Any]) -> Extras:
 
 
 def timeline_of(
-    points: Sequence[tuple[int, int]], groups: Mapping[tuple[str, str], int], depth: str = ""
+    points: Sequence[tuple[int, int]],
+    groups: Mapping[tuple[str, str], int],
+    depth: str = "",
+    *,
+    phases: Sequence[tuple[str, int]] = (),
 ) -> Timeline | None:
     """A dry run's memory over one step, None where it kept none.
 
@@ -143,6 +147,7 @@ def timeline_of(
         points: (event number, allocated bytes), in order.
         groups: (category, name) -> bytes alive at the peak.
         depth: what was traced where it was not the whole model ("4 of 28 layers").
+        phases: (name, its first event), in order.
     """
     if not points:
         return None
@@ -150,6 +155,11 @@ def timeline_of(
     largest = sorted(groups.items(), key=lambda item: -item[1])[:MAX_TENSORS]
     return Timeline(
         points=tuple((int(event), int(size)) for event, size in points),
+        phases=tuple(
+            TimelinePhase(name=name, start=start, end=end)
+            for (name, start), (_, end) in pairwise([*phases, ("", points[-1][0])])
+            if start < end
+        ),
         peak_event=int(peak_event),
         peak_bytes=int(peak_bytes),
         tensors=tuple(

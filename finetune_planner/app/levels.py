@@ -149,7 +149,8 @@ def chosen_timeline(plan: Plan | NoPlan) -> "Timeline | None":
     report = dry_run_report(plan.workload.model, card, plan.chosen.setup)
     if isinstance(report, ProbeFailure):
         return None
-    return timeline_of(report.timeline, report.phase_groups.get(report.prediction.peak_phase, {}))
+    groups = report.phase_groups.get(report.prediction.peak_phase, {})
+    return timeline_of(report.timeline, groups, phases=report.phases)
 
 
 SHORTER = (1536, 1024, 768, 512)

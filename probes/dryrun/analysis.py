@@ -83,6 +83,7 @@ class Curve:
     Attributes:
         totals: allocated bytes after each event.
         best: phase -> (highest total, index of the first event at which it stood).
+        phases: (phase, index of its first event), in order.
     """
 
     def __init__(self) -> None:
@@ -90,6 +91,7 @@ class Curve:
         self.best: dict[str, tuple[int, int]] = {}
         self._sizes: dict[int, int] = {}
         self._phase = "load"
+        self.phases = [(self._phase, 0)]
         self._total = 0
 
     def add(self, event: Event) -> None:
@@ -101,6 +103,8 @@ class Curve:
             self._total -= self._sizes.pop(event.id)
         elif isinstance(event, Phase):
             self._phase = event.name.partition("/")[0]
+            if self._phase != self.phases[-1][0]:
+                self.phases.append((self._phase, len(self.totals)))
             self._rise(self._total, len(self.totals))
         self.totals.append(self._total)
 

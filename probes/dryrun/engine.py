@@ -142,6 +142,7 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
         kernels=dict(trace.log.chosen),
         kernel_reasons=dict(trace.log.reasons),
         timeline=timeline(curve),
+        phases=tuple(curve.phases),
         parameter_bytes=trace.parameter_bytes,
         num_events=len(curve.totals),
         elapsed_s=0.0,

@@ -20,6 +20,7 @@ class DryRunReport:
         kernels: attention kernels and how often each ran, with why the faster ones were refused.
         program: the operators of a step, None of a rank of several GPUs.
         timeline: (event index, allocated bytes) over loading and two steps, thinned.
+        phases: (phase, index of its first event) of the same run, in order.
         parameter_bytes: of the module tree that was run.
     """
 
@@ -30,6 +31,7 @@ class DryRunReport:
     kernels: Mapping[str, int]
     kernel_reasons: Mapping[str, str]
     timeline: tuple[tuple[int, int], ...]
+    phases: tuple[tuple[str, int], ...]
     parameter_bytes: int
     num_events: int
     elapsed_s: float

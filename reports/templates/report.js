@@ -84,7 +84,7 @@
                                axisLabel: { color: t.ink, width: Math.min(300, 0.34 * t.width), overflow: "truncate" } });
       option.series = chart.series.map((series) => ({
         type: "bar", stack: "memory", name: series.name, data: series.bytes, barMaxWidth: 26,
-        itemStyle: { color: COLOURS[series.category] || "#7f7f7f", borderColor: t.page, borderWidth: own ? 0 : 1 },
+        itemStyle: { color: COLOURS[series.category] || "#7f7f7f" },
       }));
       if (chart.measured_bytes.some((bytes) => bytes !== null)) {
         option.series.push({ type: "scatter", name: "measured device peak", symbol: "diamond", symbolSize: 14, z: 5,
@@ -123,7 +123,7 @@
                            lineStyle: { color: t.ink, width: 2 }, itemStyle: { color: t.ink } });
       option.series.push({ type: "scatter", name: "the plan", symbol: "diamond", symbolSize: 20, z: 6, data: [datum(chart.points[0])],
                            itemStyle: { color: t.accent, borderColor: t.ink, borderWidth: 2 },
-                           label: { show: true, formatter: "the plan", position: "left", distance: 8, color: t.ink, fontWeight: "bold" },
+                           label: { show: true, formatter: "the plan", position: "left", distance: 8, color: t.ink, fontWeight: "bold", backgroundColor: t.page, padding: [1, 3] },
                            markLine: limits(t, chart, "end") });
       return option;
     },
@@ -156,14 +156,16 @@
       const last = chart.points[chart.points.length - 1][0];
       option.grid = { left: 30, right: 28, top: 20, bottom: 40, containLabel: true };
       option.tooltip.trigger = "axis";
-      option.tooltip.formatter = (rows) => lines("event " + whole(rows[0].data[0]), gib(rows[0].data[1]));
+      option.tooltip.formatter = ([{ data: [event, bytes] }]) =>
+        lines("event " + whole(event), (chart.phases.find((phase) => event < phase.end) || {}).name, gib(bytes));
       option.xAxis = axis(t, { type: "value", name: "allocations and releases, in order", max: last, axisLabel: { color: t.soft, formatter: whole } });
       option.yAxis = gibAxis(t, Object.assign({ name: "allocated, GiB", nameGap: 40 }, gibScale(chart.peak[1] * 1.15, 640)));
-      const shades = [t.panel, t.page];
+      // the words where they have room, else none
+      const shades = [t.panel, t.page], wide = (phase) => (phase.end - phase.start) / last * (t.width - 100) > 7.5 * phase.name.length;
       option.series = [{ type: "line", name: "allocated", step: "end", symbol: "none", data: chart.points, areaStyle: { color: t.accent, opacity: 0.25 },
         lineStyle: { color: t.accent, width: 1.5 }, itemStyle: { color: t.accent },
         markArea: { silent: true, label: { color: t.ink, position: "insideTop" }, data: chart.phases.map((phase, index) =>
-          [{ name: phase.name, xAxis: phase.start, itemStyle: { color: shades[index % 2] } }, { xAxis: phase.end }]) },
+          [{ name: phase.name, xAxis: phase.start, itemStyle: { color: shades[index % 2] }, label: { show: wide(phase) } }, { xAxis: phase.end }]) },
         markPoint: { symbol: "pin", symbolSize: 30, itemStyle: { color: t.bad }, data: [{ name: "peak", coord: chart.peak }],
                      label: { formatter: () => "peak " + gib(chart.peak[1]), color: t.ink, fontWeight: "bold", distance: 8,
                               position: chart.peak[0] > 0.7 * last ? "left" : "right", backgroundColor: t.page, padding: [1, 3] } } }];
@@ -246,6 +248,10 @@
 
   const MANY_POINTS = 600; // above this, a canvas stays responsive where single SVG nodes would not
   const drawn = [];
+  const options = (element, t) => {
+    t.width = element.clientWidth;
+    return KINDS[charts[element.id].kind](charts[element.id], t);
+  };
   function draw() {
     const t = theme();
     while (drawn.length) drawn.pop().dispose();
@@ -253,16 +259,20 @@
       if (!element.clientWidth) continue; // in a plan that is closed, or not for paper
       const chart = charts[element.id];
       const renderer = (chart.points || []).length > MANY_POINTS ? "canvas" : "svg";
-      t.width = element.clientWidth;
       const picture = echarts.init(element, null, { renderer: renderer });
-      picture.setOption(KINDS[chart.kind](chart, t));
+      picture.setOption(options(element, t));
       element.setAttribute("role", "img");
       element.setAttribute("aria-label", chart.title + ". The numbers are in the table below it. Arrow keys walk through the values.");
       drawn.push(picture);
     }
   }
   const resize = new ResizeObserver((entries) => {
-    for (const entry of entries) { const picture = echarts.getInstanceByDom(entry.target); if (picture) picture.resize(); }
+    for (const { target } of entries) {
+      const picture = echarts.getInstanceByDom(target);
+      if (!picture || picture.getWidth() === target.clientWidth) continue;
+      picture.resize();
+      if (target.clientWidth) picture.setOption(options(target, theme()), true); // words and ticks are of a width
+    }
   });
 
   // Arrow keys walk through a chart's values by its tooltip.

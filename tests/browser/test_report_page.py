@@ -274,6 +274,22 @@ def test_page_never_scrolls_sideways(browser: Browser, page: Path, width: int) -
     assert browser.js("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
+def test_pictures_are_drawn_anew_for_another_width(browser: Browser, page: Path) -> None:
+    """As on a phone that is turned: what was made for a wide page has its legend over the words, ticks over ticks."""
+    shape = """
+        const option = echarts.getInstanceByDom(document.getElementById('plan-1-chart-memory')).getOption();
+        return [option.grid[0].top, option.xAxis[0].interval];
+    """
+    browser.open(page, width=1280)
+    wide = browser.js(shape)
+    browser.driver.set_window_size(520, 1400)
+    browser.wait("document.querySelector('.chart').clientWidth < 500")
+    browser.wait("echarts.getInstanceByDom(document.querySelector('.chart')).getWidth() < 500")
+    turned = browser.js(shape)
+    browser.open(page, width=520)
+    assert turned == browser.js(shape) != wide
+
+
 def test_page_prints(browser: Browser, page: Path) -> None:
     browser.open(page, dark=True)
     browser.js("dispatchEvent(new Event('beforeprint'))")

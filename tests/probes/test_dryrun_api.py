@@ -112,7 +112,11 @@ def test_dry_run_says_when_attention_falls_back_to_the_math_kernel() -> None:
 
 def test_dry_run_gradients_accumulate_only_with_several_micro_batches() -> None:
     single = _report({"optimizer": "sgd"}).phase_groups["forward"]
-    several = _report({"optimizer": "sgd", "accumulation_steps": 8}).phase_groups["forward"]
+    report = _report({"optimizer": "sgd", "accumulation_steps": 8})
+    several = report.phase_groups["forward"]
+    step = ["forward", "loss", "backward"] * 2 + ["step"]
+    assert [name for name, _ in report.phases] == ["load", *step, *step]
+    assert [start for _, start in report.phases] == sorted({start for _, start in report.phases})
     assert ("gradients", "accumulated gradients") not in single
     assert several[("gradients", "accumulated gradients")] > 0
     assert _report({"accumulation_steps": 2}).prediction == _report({"accumulation_steps": 8}).prediction

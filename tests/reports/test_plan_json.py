@@ -171,7 +171,12 @@ def test_read_plan_json_refuses_what_is_no_plan(tmp_path: Path, text: str) -> No
 
 def test_timeline_of_finds_the_peak_and_the_largest_tensors() -> None:
     groups = {("loss", "logits"): 50, ("weights", "base"): 70, ("other", "nothing"): 0}
-    timeline = timeline_of([(0, 100), (5, 300), (9, 200)], groups, "4 of 28 layers")
+    phases = (("load", 0), ("forward", 0), ("backward", 4))
+    timeline = timeline_of([(0, 100), (5, 300), (9, 200)], groups, "4 of 28 layers", phases=phases)
+    assert [(phase.name, phase.start, phase.end) for phase in timeline.phases] == [
+        ("forward", 0, 4),
+        ("backward", 4, 9),
+    ]
     assert (timeline.peak_event, timeline.peak_bytes) == (5, 300)
     assert [tensor.name for tensor in timeline.tensors] == ["base", "logits"]
     assert timeline.depth == "4 of 28 layers"
