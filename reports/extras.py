@@ -36,12 +36,14 @@ class LaunchTarget:
 
     Attributes:
         command: what starts the run, in the plan's directory; empty where the tool cannot run this setup.
+        run: what installs the tool, makes the data and starts the run there; empty where files need a hand first.
         notes: what is predicted of it, what the tool runs otherwise than planned, or why it cannot run it.
         peak_device_bytes, level: the predicted peak of what it really runs; 0 and "" where it has no files.
     """
 
     target: str
     command: str = ""
+    run: str = ""
     files: tuple[LaunchFile, ...] = ()
     notes: tuple[str, ...] = ()
     peak_device_bytes: int = 0

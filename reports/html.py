@@ -161,6 +161,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "single": single,
         "plan": plan,
         "launch": extras.launch,
+        "refused": [launch for launch in extras.launch if not launch.files],
         "found": isinstance(plan, Plan),
         "title": workload_words(workload),
         "short": f"{clean(workload.model.model_id)} on {gpus_words(workload)}, {workload.seq_len_tokens:,} tokens",

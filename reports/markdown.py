@@ -115,12 +115,14 @@ def fenced(code: str, language: str = "") -> str:
 def _launch(extras: Extras) -> list[str]:
     if not extras.launch:
         return []
-    blocks = ["## Launch"]
+    blocks = ["## Launch", "In the directory of this plan:"]
     for launch in extras.launch:
-        files = ", ".join(escape(file.path) for file in launch.files)
-        blocks.append(f"**{escape(launch.target)}**" + (f" ({files})" if files else ""))
-        blocks += [fenced(clean(launch.command), "sh") if launch.command else "", bullets(launch.notes)]
-    return blocks
+        if launch.files:
+            files = ", ".join(escape(file.path) for file in launch.files)
+            blocks += [f"**{escape(launch.target)}** ({files})", bullets(launch.notes)]
+            blocks.insert(-1, fenced(clean(launch.run or launch.command), "sh") if launch.command else "")
+    refused = [f"{launch.target}: {'; '.join(launch.notes)}" for launch in extras.launch if not launch.files]
+    return [*blocks, *(["Not written:", bullets(refused)] if refused else ())]
 
 
 def _memory(candidate: Candidate, memory_bytes: int) -> list[str]:

@@ -124,12 +124,14 @@ def next_command(launches: Sequence[Launch], folder: Path) -> str:
 
 def run_commands(launches: Sequence[Launch], folder: Path) -> dict[str, str]:
     """What installs and starts, on a bare machine, each target whose files were written and that can run."""
-    run = "bash launch/run.sh"
     return {
-        launch.target: f"cd {shlex.quote(str(folder))} && {run} install {launch.target} && {run} {launch.target}"
-        for launch in launches
-        if launch.files and launch.complete and len(launch.about) == 1
+        launch.target: f"cd {shlex.quote(str(folder))} && {words}" for launch in launches if (words := _run(launch))
     }
+
+
+def _run(launch: Launch) -> str:
+    run, can_run = "bash launch/run.sh", launch.files and launch.complete and len(launch.about) == 1
+    return f"{run} install {launch.target} && {run} {launch.target}" if can_run else ""
 
 
 def check_launch_words(targets: Sequence[str] | None, folder: Path | None) -> None:
@@ -348,6 +350,7 @@ def launch_targets(launches: Sequence[Launch]) -> tuple[LaunchTarget, ...]:
         LaunchTarget(
             target=launch.target,
             command=launch.command,
+            run=_run(launch),
             files=tuple(
                 LaunchFile(path=f"launch/{file.path}", text=without_secrets(file.text)) for file in launch.files
             ),

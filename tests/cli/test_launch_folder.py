@@ -8,6 +8,7 @@ import stat
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,12 @@ def test_forced_files_say_in_file_and_verdict_that_they_run_out(
     assert "PREDICTED OUT OF MEMORY" in text
     assert gib(peak) in text
     assert "launch/axolotl, written with --force: PREDICTED OUT OF MEMORY" in shown
-    assert "bash launch/run.sh install trl && bash launch/run.sh trl" in shown
+    start = "bash launch/run.sh install trl && bash launch/run.sh trl"  # makes the data that the files read, too
+    assert start in shown
+    assert start in (out / "report.md").read_text()
+    page = (out / "report.html").read_text()
+    assert escape(start) in page
+    assert "bash launch/run.sh install axolotl" not in page  # of what is predicted to run out of memory
 
 
 def test_a_target_without_any_setup_is_no_silent_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

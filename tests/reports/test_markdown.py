@@ -24,9 +24,11 @@ def full_extras() -> Extras:
             LaunchTarget(
                 target="trl",
                 command="trl sft --config launch/trl.yaml",
+                run="bash launch/run.sh install trl && bash launch/run.sh trl",
                 files=(LaunchFile(path="launch/trl.yaml", text="model: x\n"),),
                 notes=("packing: planned on, runs as off (reason)",),
             ),
+            LaunchTarget(target="mlx", notes=("written for Apple's GPUs",)),
         ),
         sensitivity=sensitivity(make_candidate(), make_candidate),
     )

@@ -65,7 +65,7 @@ class Target:
             return f"{setup.attention} is planned for {' and '.join(OF_TARGETS[setup.attention])} alone"
         if self.name not in setup.objective_spec.targets:
             others = ", ".join(setup.objective_spec.targets)
-            return f"{self.name} files are for other objectives than {setup.objective}: it is written for {others}"
+            return f"{setup.objective} is written for {others}"
         if setup.images is not None and self.name not in IMAGE_TARGETS:
             return f"{self.name} files are written for text: images are for {' and '.join(IMAGE_TARGETS)}"
         return ""
