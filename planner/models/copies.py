@@ -12,6 +12,12 @@ DYNAMIC = "-unsloth-bnb-4bit"
 """Ending of a copy of which some matrices stay in 16 bits: which ones is known to its config.json alone."""
 DYNAMIC_MORE = "but for what its config.json alone names: up to 10 % more (unsloth.ai/blog/dynamic-4bit)"
 IN_4_BITS = "-bnb-4bit"
+ITS_OWN_NAMES = {
+    "unsloth/tinyllama": "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T",
+    "unsloth/tinyllama-chat": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "unsloth/zephyr-sft": "HuggingFaceH4/mistral-7b-sft-beta",
+}
+"""Unsloth's copies that are not named after what they copy. Source: unsloth 2026.10.9 `models/mapper.py`."""
 QUANTIZED = {
     "quant_method": "bitsandbytes",
     "load_in_4bit": True,
@@ -33,9 +39,10 @@ def plain_name(name: str) -> tuple[str, dict[str, Any]]:
         return name[: packed.start()], {"quantization_config": quantization}
     owner, _, model = name.lower().rpartition("/")
     if owner not in PUBLISHERS or not model.endswith(IN_4_BITS):
-        return name, {}
+        return ITS_OWN_NAMES.get(name.lower(), name), {}
     ending = DYNAMIC if model.endswith(DYNAMIC) else IN_4_BITS
-    return name[: -len(ending)], {"quantization_config": dict(QUANTIZED)}
+    plain = name[: -len(ending)]
+    return ITS_OWN_NAMES.get(plain.lower(), plain), {"quantization_config": dict(QUANTIZED)}
 
 
 def unfused(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +63,7 @@ def mirrored(name: str) -> tuple[catalogue.CatalogueEntry | None, dict[str, Any]
     from planner.models.name_matching import understand  # late: an id of the catalogue needs none of it
 
     plain, extra = plain_name(name)
-    if plain.lower().partition("/")[0] not in PUBLISHERS or name.lower().endswith(DYNAMIC):
+    if name.lower().partition("/")[0] not in PUBLISHERS or name.lower().endswith(DYNAMIC):
         return None, {}
     try:
         taken = understand(plain)

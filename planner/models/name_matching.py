@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
@@ -31,6 +32,8 @@ _CONTEXT = re.compile(r"\d+k")
 TUNED = frozenset({"instruct", "chat", "it"})
 PLAIN = frozenset({"base", "pt"})
 BASE = "-base"
+_REASONS = re.compile(r"-(?:thinking|reasoning)\b")
+"""Of ids in full: weights of their own, beside those of an `-Instruct` of the same shape."""
 FILLERS = frozenset({"meta", "hf", "beta"})
 """Words of a hub id that say nothing of its shape."""
 SPOKEN_FILLERS = frozenset({"hf", "model", "llm", "latest"})
@@ -119,6 +122,13 @@ def understand(name: str) -> Taken | None:
     if tuned is not None:  # "GLM-4.5-Air-Base": the id names no size, and "base" could be one
         words = f"no config.json at hand: planned as {tuned.model_id}, which is tuned from it"
         return Taken(catalogue_id=tuned.model_id.lower(), model_id=name.strip(), words=words)
+    if not matches and (shorter := _REASONS.sub("", rest)) != rest:
+        taken = understand(f"{owner}/{shorter}")
+        shape = catalogue.load(taken.catalogue_id) if taken is not None else None
+        if taken is None or shape is None:
+            return None
+        words = f"no config.json at hand: planned as {shape.model_id}, which has its shape"
+        return replace(taken, model_id=name.strip(), words=words)
     from planner.core.close import close_names
 
     owners = {match.hub_id.owner for match in matches}

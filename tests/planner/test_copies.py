@@ -24,6 +24,11 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
         ("unsloth/gpt-oss-20b-unsloth-bnb-4bit", "openai/gpt-oss-20b", "nf4-double"),
         ("unsloth/gpt-oss-20b", "openai/gpt-oss-20b", ""),
         ("NousResearch/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B", ""),
+        ("unsloth/tinyllama-bnb-4bit", "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", "nf4-double"),
+        ("unsloth/DeepSeek-R1-0528-Qwen3-8B", "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B", ""),
+        ("unsloth/functiongemma-270m-it", "google/functiongemma-270m-it", ""),
+        ("Qwen/Qwen3-30B-A3B-Thinking-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507", ""),
+        ("unsloth/Qwen3-VL-8B-Thinking-unsloth-bnb-4bit", "Qwen/Qwen3-VL-8B-Instruct", "nf4-double"),
     ],
 )
 def test_a_copy_has_its_originals_layers(name: str, original: str, bits: str) -> None:
