@@ -45,6 +45,8 @@ BATCHES = {
     ),
     "an environment default": ("import os\n", "int(os.environ.get('BATCH', '4'))"),
     "a known condition": ("import torch\n", "4 if torch.cuda.is_available() else 1"),
+    "another maker's card": ("import torch\n", "1 if torch.xpu.is_available() else 4"),
+    "a type's truth": ("import torch\nt = getattr(torch, 'bfloat16')\n", "4 if t and t.is_floating_point else 1"),
     "a branch never taken": ("BATCH = 4\nif False:\n    BATCH = 64\n", "BATCH"),
     "argparse": (
         "import argparse\np = argparse.ArgumentParser()\n"

@@ -95,6 +95,8 @@ def _of_system(reader: Reading, callee: ImportedName, first: Value | None, made:
             return environment(reader, made)
         case "torch.cuda.is_available":
             return Constant(True, "the card")
+        case "torch.xpu.is_available" | "torch.npu.is_available" | "torch.hpu.is_available":  # no card of the table
+            return Constant(False, "the card")
         case _ if callee.name == "is_peft_available" and callee.path.partition(".")[0] in ("transformers", "trl"):
             return Constant(True, "peft is taken to be installed")
         case "torch.cuda.get_device_capability":

@@ -3,6 +3,7 @@ what operators make of it (results stay small). Every value knows where it was w
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -380,6 +381,9 @@ def ends_well(raised: Value | None) -> bool:
     return plain(raised.argument("code", 0)) in (None, 0) or isinstance(plain(raised.argument("code", 0)), Unknown)
 
 
+DTYPES = re.compile(r"torch\.(?:u?int|b?float)\d+\w*")
+
+
 def truth(value: Value) -> bool | None:
     """Whether a value is true; None where that is not known."""
     if isinstance(value, Instance):  # true, where its class does not say when
@@ -393,7 +397,7 @@ def truth(value: Value) -> bool | None:
         return True if value.entries else None if value.more else False
     if isinstance(value, Constant):
         return bool(value.data)
-    return None
+    return True if isinstance(value, ImportedName) and DTYPES.fullmatch(value.path) else None
 
 
 def items_of(value: Value) -> list[Value] | None:
