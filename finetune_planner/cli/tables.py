@@ -201,7 +201,7 @@ def models_rows(plan_request: PlanRequest, gpu: str, match: str) -> tuple[list[M
     card, names = options.announced(find_gpu(gpu)), catalogue.names_with(match)
     if not names:
         raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
-    answers = on_cores(partial(_row, plan_request, card, front_ends=bool(match)), names)
+    answers = on_cores(partial(_row, plan_request, card, named=bool(match)), names)
     pairs = [pair for pair in steps(answers, "planning", console(stderr=True), num=len(names)) if pair is not None]
     rows = [row for row, _ in pairs]
     rows.sort(key=lambda row: (-row.model.num_params, row.model.model_id))
@@ -210,13 +210,13 @@ def models_rows(plan_request: PlanRequest, gpu: str, match: str) -> tuple[list[M
     )
 
 
-def _row(
-    plan_request: PlanRequest, card: GpuSpec, name: str, *, front_ends: bool
-) -> tuple[ModelChoice, Workload] | None:
-    """A model's row and request; None for one that hears or sees, whose length is another thing: asked for by name."""
+def _row(plan_request: PlanRequest, card: GpuSpec, name: str, *, named: bool) -> tuple[ModelChoice, Workload] | None:
+    """A model's row and request; None for one that hears, whose length is another thing, or whose positions end before
+    the length: asked for by name."""
     spec = catalogue.load(name)
     assert spec is not None
-    if spec.front_end is not None and not front_ends:
+    short = spec.learned_positions is not None and spec.learned_positions < (plan_request.seq_len or 1)
+    if (spec.front_end is not None or short) and not named:
         return None
     request = plan_request.workload(spec, card)
     longest, answer = longest_tokens(request), None

@@ -115,11 +115,11 @@ class Workload:
                 f"--frozen-encoder is for --method full of models that hear, got {self.model.model_id}",
                 hint="leave --frozen-encoder out, or give --method full",
             )
-        positions = self.model.max_position_embeddings
-        if self.model.front_end is not None and positions is not None and self.seq_len_tokens > positions:
+        positions = self.model.learned_positions
+        if positions is not None and self.seq_len_tokens > positions:
+            of = " of a clip's text" if self.model.front_end is not None else ""
             raise UsageError(
-                f"--seq-len is the length of a clip's text: {self.model.model_id} has {positions} positions, got "
-                f"{self.seq_len_tokens}",
+                f"{self.model.model_id} has learned {positions} positions, got --seq-len {self.seq_len_tokens}{of}",
                 hint=f"give --seq-len {positions} or less",
             )
         if not 0 <= self.headroom_bytes < self.memory_bytes:

@@ -34,7 +34,7 @@ from planner.setup.interchange import to_jsonable
 NEEDED = ("torch", "transformers", "peft")
 LIMIT_S = 120.0
 MAX_BYTES = 16 * 1024**2
-VERSION = 11
+VERSION = 12
 """Part of the cache's key: raise it whenever the reading of a tree can change."""
 SHIPPED = DATA / "module_trees.jsonl.gz"
 """A line for each model of the catalogue whose type is of no known family: the digests of its configuration, as

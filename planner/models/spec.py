@@ -5,6 +5,7 @@ order of the layers. Adapters (one per architecture family) derive it from `conf
 module tree instead and a test compares the two.
 """
 
+import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import field, fields
 from functools import cached_property
@@ -14,6 +15,8 @@ from planner.core.records import dataclass
 
 T = TypeVar("T")
 _NOT_YET = object()
+_OF_POSITIONS = re.compile(r"wpe|pos_|posit")
+"""Names of tables of positions."""
 
 Role = Literal[
     "q", "k", "v", "qkv", "o",              # attention projections ("qkv": fused)
@@ -416,6 +419,12 @@ class ModelSpec:
             for linear in layer.linears
             if linear.expert_parallel
         )
+
+    @cached_property
+    def learned_positions(self) -> int | None:
+        """Tokens of the longest sequence whose positions its table has rows for; None where they are computed."""
+        learned = any(_OF_POSITIONS.search(table.name) for table in self.embeddings)
+        return self.max_position_embeddings if learned else None
 
     @property
     def reads_both_ways(self) -> bool:

@@ -186,7 +186,9 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions and model.front_end is None:
         beyond = f"{setup.seq_len_tokens:,} tokens are beyond the model's {positions:,} positions"
-        notes.append(risk(f"{beyond}: learned ones end there, rotary ones were not trained further"))
+        learned = model.learned_positions is not None
+        what = "a longer sample stops the run" if learned else "rotary ones were not trained further"
+        notes.append(risk(f"{beyond}: {what}"))
     if streamed := streamed_stacks(model, setup):
         pinned = pinned_bytes(model, setup)
         words = f"{gib(pinned)} of the host's memory, pinned, hold {gib(sum(streamed))} of experts in 4 bits"

@@ -78,14 +78,13 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
     norms = [(norm, _size(norm) or hidden) for norm in stacks[0][1][0].modules() if _is_norm(norm)]
     refused = unadaptable_modules(model)
     kinds = tuple(_without_refused(kind, refused) for kind in kinds)
-    positions = _first(text, "max_position_embeddings", "n_positions", "max_target_positions")
     return ModelSpec(
         model_id=model_id,
         model_type=str(raw_config["model_type"]),
         built_class=type(model).__name__,
         hidden_size=hidden,
         vocab_size=table.num_embeddings,
-        max_position_embeddings=positions if isinstance(positions, int) else None,
+        max_position_embeddings=_positions(model, text),
         layer_kinds=kinds,
         layer_order=order,
         head=_linear(_name_of(model, head) if halves else "lm_head", head, "other"),
@@ -102,6 +101,16 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
         config_source=source,
         from_tree=True,
     )
+
+
+def _positions(model: nn.Module, text: Any) -> int | None:
+    """Tokens of the longest sequence; where positions are counted from behind the padding's (RoBERTa's, whose 514 rows
+    are for 512 tokens), fewer than the table has rows."""
+    positions = _count(text, "max_position_embeddings", "n_positions", "max_target_positions")
+    for name, table in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
+            return min(positions or table.num_embeddings, table.num_embeddings - table.padding_idx - 1)
+    return positions
 
 
 def _stacks(model: nn.Module) -> list[tuple[str, list[Any]]]:
@@ -379,8 +388,8 @@ def _linear(name: str, module: Any, role: Role) -> LinearSpec:
     return LinearSpec(
         name=name,
         role=role,
-        in_features=rows,
-        out_features=columns,
+        in_features=int(rows),
+        out_features=int(columns),  # some classes count in tensors
         bias=module.bias is not None,
         module="conv1d" if conv1d else "linear",
         kept=not conv1d and role != "router" and type(module) is not nn.Linear,

@@ -133,7 +133,9 @@ class ProfileBuilder:
         self.any_size = bool(members)
         self._runs: dict[Any, Any] = {}
         self._spans = [
-            span for span in spans(changes(model)) if (span.longest_tokens or SHORTEST) >= SHORTEST and has_room(span)
+            span
+            for span in spans(changes(model), model.learned_positions)
+            if (span.longest_tokens or SHORTEST) >= SHORTEST and has_room(span)
         ]
         self.failures: dict[str, str] = {}
 

@@ -46,12 +46,13 @@ class Span:
     longest_tokens: int | None
 
 
-def spans(windows: Sequence[int]) -> tuple[Span, ...]:
-    """The spans of a model whose layers attend to so many tokens at most."""
-    ends = sorted({window for window in windows if window > 0})
+def spans(windows: Sequence[int], longest: int | None = None) -> tuple[Span, ...]:
+    """The spans of a model whose layers attend to so many tokens at most, and whose longest sequence has so many (None:
+    no end)."""
+    ends = sorted({window for window in windows if 0 < window <= (longest or window)})
     starts = [1, *ends]
     bounded = [Span(shortest_tokens=start, longest_tokens=end - 1) for start, end in zip(starts, ends, strict=False)]
-    return (*bounded, Span(shortest_tokens=starts[-1], longest_tokens=None))
+    return (*bounded, Span(shortest_tokens=starts[-1], longest_tokens=longest))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,11 @@ import pickle
 
 import pytest
 
+from planner.core.errors import UsageError
+from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.families import model_types, spec_from_config
+from planner.planning.plan_request import PlanRequest
 from tests.planner.helpers import loaded
 
 ENTRIES = catalogue.entries()
@@ -84,3 +87,27 @@ def test_an_encoder_decoder_says_what_its_decoder_begins_with() -> None:
     rows = [entry.config for entry in catalogue.entries() if entry.config.get("is_encoder_decoder")]
     assert all(isinstance(config.get("decoder_start_token_id"), int) for config in rows)
     assert {config["decoder_start_token_id"] for config in rows if config["model_type"] == "t5"} == {0}
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        ("openai-community/gpt2", 1024),
+        ("facebook/opt-125m", 2048),
+        ("EleutherAI/gpt-neo-125m", 2048),
+        ("google-bert/bert-base-uncased", 512),
+        ("FacebookAI/roberta-base", 512),  # its table has 514 rows: positions are counted from behind the padding's
+        ("openai/whisper-tiny", 448),
+        ("meta-llama/Llama-3.1-8B", None),
+        ("google/gemma-4-e2b-it", None),
+        ("microsoft/deberta-v3-base", None),
+    ],
+)
+def test_a_table_of_positions_ends_a_sequence(name: str, positions: int | None) -> None:
+    """A longer one stops the run at its first step (IndexError); computed positions go on."""
+    model, card = loaded(name), find_gpu("a100-80gb")
+    assert model.learned_positions == positions
+    assert PlanRequest(seq_len=positions or 300_000).workload(model, card)
+    if positions:
+        with pytest.raises(UsageError, match=f"has learned {positions} positions"):
+            PlanRequest(seq_len=positions + 1).workload(model, card)

@@ -87,6 +87,16 @@ def test_lengths_are_cut_where_a_window_ends() -> None:
     ranges = spans([0, 1024, 512, 1024])
     assert [(span.shortest_tokens, span.longest_tokens) for span in ranges] == [(1, 511), (512, 1023), (1024, None)]
     assert spans([]) == (Span(shortest_tokens=1, longest_tokens=None),)
+    assert spans([256, 4096], 2048)[1:] == (Span(shortest_tokens=256, longest_tokens=2048),)
+
+
+def test_runs_end_where_learned_positions_do() -> None:
+    """GPT-Neo's masks are of as many tokens as its table of positions."""
+    name = "EleutherAI/gpt-neo-125m"
+    setup = TrainSetup(attention="eager", kernels="eager", loss="full", checkpointing=1)
+    profile = _builder(name).profile(setup, GPU)
+    errors = _against_dry_run(profile, loaded(name), setup.replace(micro_batch_seqs=2, seq_len_tokens=1024))
+    assert max(abs(errors[phase]) for phase in errors if phase != "reserved") < 0.003, errors
 
 
 def _against_dry_run(profile: StepProfile, model: ModelSpec, setup: TrainSetup) -> dict[str, float]:
