@@ -5,6 +5,7 @@ The tools' own parsers run in their own venvs: tools/validators/*.sh, results in
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +314,24 @@ def test_axolotl_says_that_it_trains_routers_in_fp32() -> None:
         notes = [note for note in launch.notes if "trains the routers" in note]
         assert bool(notes) == bool(figure)
         assert all(figure in note and note in launch.files[0].text.replace("\n#   ", " ") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention", "built"),
+    [
+        ("llama", "sdpa", {"trl", "hf", "axolotl", "llamafactory", "unsloth"}),
+        ("lfm3", "sdpa", {"trl", "hf"}),
+        ("lfm3", "flash-attention-2", set()),  # whose kernels come with transformers 5.22
+        ("kolibri1", "sdpa", {"trl", "hf", "axolotl"}),
+        ("minicpm3", "sdpa", {"trl", "hf", "axolotl", "unsloth"}),
+    ],
+)
+def test_no_file_is_written_for_a_transformers_without_the_type(
+    model_type: str, attention: str, built: set[str]
+) -> None:
+    model = replace(loaded("meta-llama/Llama-3.1-8B"), model_type=model_type)
+    setup = TrainSetup(attention=attention, loss="full")
+    refused = {
+        name: TARGETS[name].refusal(setup, model) for name in ("trl", "hf", "axolotl", "llamafactory", "unsloth")
+    }
+    assert {name for name, why in refused.items() if "does not know" not in why} == built

@@ -23,8 +23,6 @@ def auto_config(given: Mapping[str, Any]) -> Any:
     """The configuration object that transformers makes of a config.json."""
     config = copy.deepcopy(dict(given))  # AutoConfig changes nested dicts
     model_type = config.pop("model_type")
-    if model_type == "internlm3":  # remote code; its maths is Llama's
-        model_type = "llama"
     return transformers.AutoConfig.for_model(model_type, **config)
 
 
@@ -32,7 +30,7 @@ def of_causal_types() -> tuple[catalogue.CatalogueEntry, ...]:
     """The catalogue's models that predict next tokens by a class of their type's own: the trees of the others, encoders
     and what sees, are held against transformers in test_module_tree.py."""
     auto = pytest.importorskip("transformers.models.auto.modeling_auto")
-    names = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "t5", "internlm3", "whisper"} - READ_BOTH_WAYS
+    names = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "t5", "whisper"} - READ_BOTH_WAYS
     return tuple(entry for entry in catalogue.entries() if entry.model_type in names)
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from planner.core.records import dataclass
 from planner.frameworks.exporters import prepare
-from planner.frameworks.exporters.install import versions
+from planner.frameworks.exporters.install import too_new, versions
 from planner.frameworks.exporters.text import comments, header
 from planner.frameworks.exporters.types import (
     PLACEHOLDER_DATASET,
@@ -72,7 +72,8 @@ class Target:
 
     def refusal(self, setup: TrainSetup, model: ModelSpec | None = None, gpu: GpuSpec | None = None) -> str:
         """Why it cannot run a setup of a model on a card (None: not known), "" when it can."""
-        return self._unlike(setup, gpu) or str(self.room.refusal(setup, model))
+        reason = self._unlike(setup, gpu) or too_new(model, versions(self.room.VALIDATED_WITH, setup))
+        return reason or str(self.room.refusal(setup, model))
 
     def differences(
         self, setup: TrainSetup, gpu: GpuSpec | None = None, model: ModelSpec | None = None

@@ -213,9 +213,6 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
     )  # classes of their own, which encoders have
     if "causal" in model.lacks and setup.images is None and not heads:
         return f"launch files train causal language models on text; {model.model_type} is built as {model.built_class}"
-    if model.model_type == "internlm3":
-        trusted = "its own code would have to be trusted (trust_remote_code), which no file here asks for"
-        return f"no transformers before 5.23 has {model.model_type}: {trusted}"
     attention = attention_refusal(model, setup.attention) or hub_refusal(model, setup.attention)
     return attention or class_refusal(model, setup) or stored_refusal(setup, model)
 
