@@ -213,7 +213,7 @@ def test_copy_buttons_copy_the_command(browser: Browser, page: Path) -> None:
     copied = browser.driver.execute_async_script(
         "const a = arguments; navigator.clipboard.readText().then(a[0], a[0]);"
     )
-    assert copied == document()["launch"][0]["command"]
+    assert copied == document()["launch"][0]["run"]
 
 
 def test_copy_buttons_work_where_the_clipboard_is_refused(browser: Browser, page: Path) -> None:
