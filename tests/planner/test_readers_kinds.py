@@ -1,6 +1,7 @@
 """Kinds of files in which something was taken for known that is not, or left out: found in 83 public files of 53
 repositories, each told here in spellings of its own, and its opposite beside it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,27 @@ def test_what_unsloth_computes_in_is_the_cards_and_the_models(
     config = read_text(text, "train.py", model=resolve_model(name), around=around)
     bounds = sum(isinstance(text, LowerBound) for text in config.approximations)
     assert (config.setup.precision, config.setup.attention, bounds) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (UNSLOTH, (1, "none", 1, 0)),
+        (LOADED.format("") + TRAINED, (1, "none", 1, 1)),
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = '0'\n" + LOADED.format("") + TRAINED, (1, "none", 1, 0)),
+        ("%pip install trl==1.14.1\n" + LOADED.format("") + TRAINED, (2, "dp", 1, 0)),
+        (LOADED.format("device_map='auto'") + TRAINED, (2, "device-map", 1, 0)),
+        ("%pip install trl==1.14.1\n" + LOADED.format("load_in_4bit=True") + ADAPTED + TRAINED, (1, "none", 2, 0)),
+        (LOADED.format("") + TRAINED + "from accelerate import notebook_launcher\n", (2, "ddp", 1, 0)),
+    ],
+)
+def test_a_notebook_is_one_process_whatever_it_sees(body: str, expected: tuple[int, str, int, int]) -> None:
+    """Kaggle's two T4: transformers 5.23 `Trainer._wrap_model`, TRL 1.15 `SFTTrainer`."""
+    cells = [{"cell_type": "code", "source": HEAD + body, "metadata": {}, "outputs": [], "execution_count": None}]
+    notebook = json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": cells})
+    config = read_text(notebook, "train.ipynb", around=FileContext(num_gpus=2))
+    setup = config.setup
+    assert (setup.num_gpus, setup.parallel, setup.micro_batch_seqs, len(config.refusals)) == expected
 
 
 @pytest.mark.parametrize(("more", "seqs"), [("", 1), (", per_device_eval_batch_size=4", 4)])

@@ -275,7 +275,8 @@ class _Script:
             arguments.assume(PAIRS)
             fields["stack"] = "sentence-transformers"
             fields |= training.contrast(self.training_run, arguments)
-        fields |= heard(self.training_run, arguments, fields) | self._layout(constants)
+        fields |= heard(self.training_run, arguments, fields)
+        fields |= self._layout(constants, fields)
         row = self._adapter_row()
         fields = common.adapter(arguments, fields, row.name if row else common.adapter_kind(self.lora, SCRIPT.name))
         return fields | common.adapted_layers(self.lora, "layers_to_transform", fields)
@@ -591,10 +592,35 @@ class _Script:
             )
         return tokens
 
-    def _layout(self, constants: Mapping[str, Any]) -> dict[str, Any]:
+    def _one_process(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """What a notebook, one process, makes of several GPUs.
+
+        Source: transformers 5.23 `TrainingArguments.train_batch_size`, `Trainer._wrap_model`; TRL 1.15 `SFTTrainer`;
+        unsloth 2026.10.9 `models/_utils.py` _mark_unsloth_disable_data_parallel.
+        """
+        arguments, num_gpus = self.arguments, self.outside.num_gpus
+        alone: dict[str, Any] = {"num_gpus": 1, "parallel": "none"}
+        several = f"a notebook is one process, which sees {num_gpus} GPUs"
+        shown = environment_word(self.source.text, self.outside.environment, "CUDA_VISIBLE_DEVICES")
+        if self.unsloth or self.training_run.loop is not None or (shown and "," not in shown):
+            arguments.assume(f"{several}: it trains on one of them")
+            return alone
+        if self.trl and self.defaults.version >= versions.TRL_REFUSES_ONE_PROCESS_SINCE:
+            way = "make one visible (CUDA_VISIBLE_DEVICES=0) or use accelerate's notebook_launcher"
+            arguments.refusals.append(f"{several}: {self.defaults.label} refuses that; {way}")
+            return alone
+        if fields["quantization"] == "none":
+            arguments.assume(f"{several}: the Trainer wraps the model in nn.DataParallel")
+            return {"num_gpus": num_gpus, "parallel": "dp"}
+        arguments.assume(f"{several}: the Trainer counts its batch for all, and a quantized model trains it on one")
+        return {**alone, "micro_batch_seqs": num_gpus * fields["micro_batch_seqs"]}
+
+    def _layout(self, constants: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         num_gpus, loader = self.outside.num_gpus, self.loader
         if over_layers := device_map(self.arguments, loader):
             return over_layers
+        if num_gpus > 1 and self.name.endswith(".ipynb") and "notebook_launcher" not in self.source.text:
+            return self._one_process(fields)
         if plain(constants.get("PARALLEL")) == "dp" and num_gpus > 1:
             return {"num_gpus": num_gpus, "parallel": "dp"}
         call = self.training_run.loader

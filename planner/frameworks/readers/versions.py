@@ -43,6 +43,8 @@ TRL_LOADS_REFERENCE = ((0, 29), (1, 15))
 """From the one to the other DPO's own reference is loaded anew in float32 (1.14 does, 1.16 takes the policy's type)."""
 TRL_CUTS_PAIRS = {"dpo": (((0, 12), 512), ((0, 13), 0)), "kto": (((0, 14), 512),)}
 """Objective -> (the version before which, to how many tokens it cuts that is not told; 0: to none); later 1,024."""
+TRL_REFUSES_ONE_PROCESS_SINCE = (1, 15)
+"""From here on its trainers refuse several GPUs in one process, nn.DataParallel (1.14.1 does not)."""
 TRL_GENERATES_AT_ONCE_SINCE = (0, 17)
 """Before this GRPO generates for each micro-batch by itself."""
 TRL_WITHOUT_KL_SINCE = (0, 19)
