@@ -215,13 +215,17 @@ def test_the_path_is_the_setups() -> None:
     assert any("host-bound" in note for note in loop.notes)
 
 
-@pytest.mark.parametrize(("path", "checkpointing"), paired(["torch", "fla"], [0, 1], 1))
-def test_the_formula_follows_both(path: str, checkpointing: int) -> None:
+@pytest.mark.parametrize(
+    ("path", "checkpointing", "precision"),
+    [(*case, "bf16-autocast") for case in paired(["torch", "fla"], [0, 1], 1)] + [("torch", 0, "fp32")],
+)
+def test_the_formula_follows_both(path: str, checkpointing: int, precision: str) -> None:
     model, gpu = loaded("qwen/qwen3.5-4b"), find_gpu("h100-sxm")
     fields: dict[str, Any] = {"linear_attention": path, "checkpointing": checkpointing, "kernels": "liger"}
+    fields["precision"] = precision
     dry, formula = _dry(**fields), predict(model, gpu, TrainSetup(loss="chunked", **fields))
     assert formula.peak_allocated_bytes == pytest.approx(dry.peak_allocated_bytes, rel=0.015)
-    assert formula.tokens_per_s == pytest.approx(dry.tokens_per_s, rel=0.1)
+    assert formula.tokens_per_s == pytest.approx(dry.tokens_per_s, rel=0.22 if precision == "fp32" else 0.1)
 
 
 def test_a_class_that_does_not_ask_for_the_package_is_refused() -> None:
