@@ -57,29 +57,6 @@ def until(ends_at: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, left_s, others_every_s)
 
 
-@contextmanager
-def ended_by_scheduler() -> Iterator[None]:
-    """Within it SIGTERM (a cancelled or preempted job, its time limit) ends work in the main thread as Ctrl-C does:
-    what is held is given back.
-
-    Raises:
-        SystemExit: 143, as a shell says of a process that SIGTERM ended.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one does not disturb the giving back
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
 def least_probe_s(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, flops_per_s: float) -> float:
     """Seconds that a probe of this setup takes at least, where matrices multiply at this rate.
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from finetune_planner.app import machine
 from finetune_planner.app.history import history_of
 from finetune_planner.app.progress import ProgressLine, say
-from finetune_planner.app.time_left import TimeIsUp, cpu_flops_per_s, ended_by_scheduler, least_probe_s, until
+from finetune_planner.app.time_left import TimeIsUp, cpu_flops_per_s, least_probe_s, until
 from planner import __version__
+from planner.core.children import ended_by_scheduler
 from planner.core.errors import ConfigError, EnvironmentProblem, UsageError
 from planner.core.notes import measured
 from planner.core.records import dataclass

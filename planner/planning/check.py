@@ -14,7 +14,7 @@ from planner.core.units import gib, percent
 from planner.frameworks.readers.evaluating import setting_of
 from planner.frameworks.readers.types import Bound, LowerBound, ReadConfig, UpperBound
 from planner.frameworks.tools import changed_fields
-from planner.hardware.cluster import GPUS_PER_NODE
+from planner.hardware.cluster import most_per_node
 from planner.hardware.gpu import GpuSpec
 from planner.memory import around
 from planner.memory.attention_kernels import halves_refusal
@@ -227,9 +227,11 @@ def loaded_ahead_bytes(config: ReadConfig, model: ModelSpec) -> int:
     return SIZE_BYTES["bf16"] * model.num_params if config.loads_ahead and not stored_method(model) else 0
 
 
-def _loading_notes(config: ReadConfig, model: ModelSpec, step_bytes: int, afterwards: int) -> tuple[str, ...]:
+def _loading_notes(
+    config: ReadConfig, model: ModelSpec, gpu: GpuSpec, step_bytes: int, afterwards: int
+) -> tuple[str, ...]:
     notes, setup = [], config.setup
-    on_node = min(setup.num_gpus, GPUS_PER_NODE)
+    on_node = min(setup.num_gpus, most_per_node(gpu))
     if setup.num_gpus > 1:
         if loading := loading_host_bytes(model, setup, on_node):
             copies = f"each of its {on_node} processes has a copy of the model in fp32"
@@ -311,7 +313,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         notes=(
             *(measured(f"this cannot run: {reason}") for reason in config.refusals),
             *_evaluation_notes(config, model, evaluation if decides else 0),
-            *_loading_notes(config, model, of_step.peak_device_bytes, afterwards),
+            *_loading_notes(config, model, gpu, of_step.peak_device_bytes, afterwards),
             *_segment_notes(of_step, config.setup, budget_bytes),
         ),
     )

@@ -9,17 +9,15 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from planner.core.children import ROOT, python_argv
+from planner.core.children import ROOT, ended_by_scheduler, python_argv
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.inputs import read_text
 from planner.core.records import dataclass
@@ -164,7 +162,7 @@ def _running(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
     os.close(tell)
     life_line: Any = keeper.stdin
     try:
-        with _terminable(), open(read_end, "rb") as answer:
+        with ended_by_scheduler(), open(read_end, "rb") as answer:
             with contextlib.suppress(BrokenPipeError):
                 life_line.write(f"{json.dumps(keeper_order)}\n".encode())
                 life_line.flush()
@@ -231,20 +229,3 @@ def results_in(folder: Path, tree: str = "") -> tuple[TraceResult, ...]:
     """
     results = (TraceResult.read(path, without=tree) for path in folder.glob("*.json"))
     return tuple(sorted(results, key=lambda result: (-result.num_steps, -result.peak_allocated_bytes)))
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds this process: the child has a session of its own, so nothing else would end it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

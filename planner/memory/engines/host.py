@@ -55,7 +55,7 @@ def loading_host_bytes(model: ModelSpec, setup: TrainSetup, num_processes: int) 
         return 0
     if model.config.get("dtype", model.config.get("torch_dtype")) == "float32":  # read as its file is
         return 0
-    if setup.stack == "torchtitan":  # its model is made on meta, its checkpoint read in shards
+    if setup.trainer.own_models:  # made on meta, its checkpoint cut as it is read
         return 0
     widened = setup.parallel == "fsdp2" and setup.method == "full" and sharded_dtype(setup) == "fp32"
     return SIZE_BYTES["fp32"] * model.num_params * num_processes if widened or setup.weight_dtype == "fp32" else 0
