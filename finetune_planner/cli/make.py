@@ -48,7 +48,7 @@ class FileOptions:
     ] = None
     job: Annotated[
         list[str] | None,
-        typer.Option(help="Also a job file: skypilot, dstack, kubernetes or hf-jobs; repeatable. Needs --out."),
+        typer.Option(help="Also a job file: slurm, skypilot, dstack, kubernetes or hf-jobs; repeatable. Needs --out."),
     ] = None
 
     def check_job(self, workload: Workload) -> None:

@@ -90,7 +90,7 @@ def test_hf_itself_accepts_the_job(tmp_path: Path) -> None:
         (["--gpu", "l40s", "--gpus", "2", "--job", "hf-jobs"], "no machine with 2 x L40S, but with 1, 4, 8"),
         (["--gpu", "h200", "--gpus", "16", "--job", "hf-jobs"], "has one machine, got 2 nodes"),
         (["--gpu", "mi300x", "--job", "kubernetes"], "no name for AMD Instinct MI300X"),
-        (["--gpu", "h100-sxm", "--job", "slurm"], "--job must be one of"),
+        (["--gpu", "h100-sxm", "--job", "pbs"], "--job must be one of slurm, skypilot"),
     ],
 )
 def test_what_a_scheduler_does_not_have_is_refused(
@@ -101,6 +101,12 @@ def test_what_a_scheduler_does_not_have_is_refused(
     assert reason in errors
     assert "hint: " in errors
     assert not (tmp_path / "plan").exists()
+
+
+def test_a_slurm_job_of_one_gpu_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
+    assert run([*LLAMA, "--gpu", "h100-sxm", "--job", "slurm", "--out", str(tmp_path)]) == 0
+    assert "--gpus-per-node=1" in (tmp_path / "launch" / "trl" / "slurm.sbatch").read_text()
+    assert "`sbatch launch/trl/slurm.sbatch`" in (tmp_path / "launch" / "README.md").read_text()
 
 
 def test_a_job_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:

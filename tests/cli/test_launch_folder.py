@@ -23,7 +23,7 @@ from planner.core.locks import folder_lock, try_lock
 from planner.core.units import gib
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, prepare, slurm, text
 from planner.frameworks.exporters.common import RESUMED
-from planner.frameworks.exporters.folder import README, folder_files
+from planner.frameworks.exporters.folder import README, RUN, folder_files
 from planner.frameworks.exporters.gated import gate_of, gates
 from planner.memory.workload import Data
 from planner.models import catalogue
@@ -305,9 +305,8 @@ def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> Non
                 script.write_text(file.text)
                 assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
                 assert "MASTER_ADDR:?" in file.text or export_request.num_nodes == 1
-        jobs = [
-            file.path for export in EXPORTERS.values() for file in export(export_request).files if slurm.is_job(file)
-        ]
+        jobs = [file.path for file in files if file.path.endswith(slurm.NAME)]
+        assert bool(jobs) == (setup.num_processes > 1 and RUN in {file.path for file in files})
         readme = next((file.text for file in files if file.path == README), "")
         assert sorted(re.findall(r"`sbatch launch/(.*)`", readme)) == sorted(jobs)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from planner.frameworks.exporters import EXPORTERS, Launch, hf, slurm
+from planner.frameworks.exporters.folder import folder_files
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, export_request, furnish, run_launch, write_launch
 from tests.launch.test_hf import said
@@ -201,10 +202,12 @@ def test_experts_dealt_out_by_torchrun_step_like_one_process(
 SRUN = """#!/bin/bash
 shift
 SLURM_NODEID=0 "$@" & first=$!
+while kill -0 $first && ! (: <>/dev/tcp/$MASTER_ADDR/$MASTER_PORT) 2>/dev/null; do sleep 0.2; done
 SLURM_NODEID=1 "$@" & second=$!
 wait $first && wait $second
 """
-"""Stands in for Slurm's: starts the task of both nodes, here on one machine."""
+"""Stands in for Slurm's: starts the task of both nodes, here on one machine, whose port the second
+would take."""
 
 
 @pytest.mark.slow
@@ -215,6 +218,9 @@ def test_a_slurm_job_of_two_nodes_steps_like_one_process(
     lora = LORA.replace(loss="full")
     files = emitted("hf", lora.replace(**TWO, parallel="ddp"), num_nodes=2)
     write_launch(place, files)
+    for file in folder_files([files], export_request(files.runs, steps=STEPS, rate=0.01, num_nodes=2)):
+        path = place / "launch" / file.path
+        path.write_text(file.text)
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/bash\necho localhost\n"}.items():
         path = place / "slurm" / name
         path.parent.mkdir(exist_ok=True)

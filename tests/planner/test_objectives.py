@@ -526,12 +526,11 @@ def test_a_server_is_started_on_one_more_gpu_and_ended_with_the_run() -> None:
     launch = TARGETS["trl"].export(request)
     files = {file.path: file.text for file in (*launch.files, *folder_files([launch], request, jobs=["skypilot"]))}
     server = f"CUDA_VISIBLE_DEVICES=2 trl vllm-serve --model {MODEL.model_id} --host 127.0.0.1 --port 8000 "
-    for name in ("run.sh", "trl/slurm.sbatch"):
-        lines = [line.strip() for line in files[name].splitlines()]
-        at = next(place for place, line in enumerate(lines) if line.startswith(server))
-        assert lines[at].endswith(" &")
-        assert lines[at + 1] == "trap 'kill $! || true' EXIT"
-        assert "CUDA_VISIBLE_DEVICES=0,1 trl grpo" in lines[at + 2]
+    lines = [line.strip() for line in files["run.sh"].splitlines()]
+    at = next(place for place, line in enumerate(lines) if line.startswith(server))
+    assert lines[at].endswith(" &")
+    assert lines[at + 1] == "trap 'kill $! || true' EXIT"
+    assert "CUDA_VISIBLE_DEVICES=0,1 trl grpo" in lines[at + 2]
     assert "vllm_server_port: 8000" in files["trl/trl-grpo.yaml"]
     assert "--gpus-per-node=3" in files["trl/slurm.sbatch"]
     assert "RTX4090:3" in files["skypilot.yaml"]

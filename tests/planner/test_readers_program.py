@@ -477,6 +477,9 @@ LAUNCHES = {
     "a folder that it goes to": 'cd "$(dirname "${BASH_SOURCE[0]}")/below"\ntorchrun --nproc_per_node 2 train.py\n',
     "another script": "bash below/other.sh --batch 2\n",
     "a job whose task is one of its words": "sbatch --gpus 2 below/job.slurm --task train --size 2\n",
+    "a function of the branch that is taken": "case ${1:-two} in\n  two)\n    run() {\n"
+    "      torchrun --nproc_per_node 2 train.py --batch 2\n    }\n    ;;\n  four)\n    run() {\n"
+    "      torchrun --nproc_per_node 4 train.py --batch 4\n    }\n    ;;\nesac\nrun\n",
     "set-up before it": "python -m venv .venv\npip install trl\ndeepspeed --include localhost:0,1 train.py --batch 2\n",
 }
 

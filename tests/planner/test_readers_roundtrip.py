@@ -16,7 +16,7 @@ from tests.planner.launch_sweep import fewer_setups, objective_layouts, request
 
 SETUPS = fewer_setups()
 SHARDING = ("shard_degree", "reshard_after_forward", "offload", "context_degree")
-BESIDE = ("run.sh", "README.md", ".sbatch", ".py")
+BESIDE = ("run.sh", "README.md", ".py")
 """Files that no reader of a configuration looks for."""
 TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth", "torchtitan")
 

@@ -28,15 +28,12 @@ def config_files(request: ExportRequest, folder: str = TARGET) -> list[LaunchFil
     alone = command(request, "SCRIPT", folder)
     head = comments(header(request, "Accelerate launch config", alone, VALIDATED_WITH))
     files = [LaunchFile(path=f"{folder}/{NAME}", text=head + yaml_text(_sections(request, folder)))]
-    if request.setup.parallel in deepspeed.STAGES:
-        files.append(deepspeed.config_file(request, folder))
-    return files
+    return [*files, *deepspeed.config_files(request, folder)]
 
 
-def command(request: ExportRequest, script: str, folder: str, *, rendezvous: bool = False) -> str:
+def command(request: ExportRequest, script: str, folder: str) -> str:
     """`accelerate launch` of a script with the config in `folder`, for every node the same."""
-    flags = accelerate_flags(request, rendezvous=rendezvous)
-    return f"accelerate launch --config_file launch/{folder}/{NAME}{flags} {script}"
+    return f"accelerate launch --config_file launch/{folder}/{NAME}{accelerate_flags(request)} {script}"
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:

@@ -1,7 +1,7 @@
 """Axolotl YAML: `axolotl train FILE`. Field names of Axolotl 0.21 (transformers 5.20)."""
 
 from planner.core.units import gib
-from planner.frameworks.exporters import common, deepspeed, prepare, several_gpus, slurm
+from planner.frameworks.exporters import common, deepspeed, prepare, several_gpus
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, lora_switches
@@ -92,11 +92,10 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     """`axolotl.yaml`, with a DeepSpeed JSON beside it for ZeRO."""
     setup = request.setup
     command = f"axolotl train launch/{FILE}"
-    job = f"{command} --launcher torchrun -- {several_gpus.torchrun_flags(request)}"
     if not several_gpus.launched(setup):
         command += " --launcher python"
     elif request.num_nodes > 1:
-        command = job
+        command += f" --launcher torchrun -- {several_gpus.torchrun_flags(request)}"
     else:
         command += f" --launcher accelerate -- --num_processes {setup.num_gpus}"
     notes = [f"Axolotl 0.21 needs Python {PYTHON} (without a version pip on 3.11 silently takes 0.19)."]
@@ -113,7 +112,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
             f"{gib(8 * routers)} more than planned."
         )
     notes += [several_gpus.PER_NODE] * (request.num_nodes > 1)
-    files = slurm.files(request, TARGET, common.after(env, job), VALIDATED_WITH)
+    files = deepspeed.config_files(request, TARGET)
     title = "Axolotl" if setup.objective_spec.supervised else f"Axolotl {setup.objective_spec.title}"
     main = LaunchFile(path=FILE, text=yaml_text(_sections(request)))
     command = common.after(env, command)

@@ -89,6 +89,11 @@ def config_file(request: ExportRequest, folder: str = TARGET) -> LaunchFile:
     return LaunchFile(path=f"{folder}/{NAME}", text=json.dumps(config(request), indent=2) + "\n")
 
 
+def config_files(request: ExportRequest, folder: str) -> list[LaunchFile]:
+    """What a tool that takes DeepSpeed's JSON has in its folder."""
+    return [config_file(request, folder)] if request.setup.parallel in STAGES else []
+
+
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     """The JSON alone, as a target of its own."""
     nodes = f" --num_nodes {request.num_nodes}" if request.num_nodes > 1 else ""

@@ -5,7 +5,7 @@ Both say the same: what to install, whether to log in, the one command, what to 
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 
 from planner.frameworks.exporters import chat, prepare, slurm
@@ -43,7 +43,10 @@ def folder_files(
         from planner.frameworks.exporters.jobs import job_files  # late: few ask for one
 
         submitted = job_files(jobs, started[0], request)
-    launch_files = [LaunchFile(path=README, text=_readme(launches, started, request, submitted)), *submitted.values()]
+    by_slurm = request.setup.num_processes > 1 or slurm.SCHEDULER in jobs
+    of_slurm = {launch.target: slurm.job_file(launch, request) for launch in started if by_slurm}
+    readme = LaunchFile(path=README, text=_readme(launches, started, request, submitted, of_slurm))
+    launch_files = [readme, *submitted.values(), *of_slurm.values()]
     if started:
         launch_files.append(LaunchFile(path=RUN, text=_run(started, request), executable=True))
     if any(launch.prepare for launch in started):
@@ -69,7 +72,11 @@ def login_words(request: ExportRequest) -> str:
 
 
 def _readme(
-    launches: Sequence[Launch], started: Sequence[Launch], request: ExportRequest, submitted: Iterable[str]
+    launches: Sequence[Launch],
+    started: Sequence[Launch],
+    request: ExportRequest,
+    submitted: Iterable[str],
+    of_slurm: Mapping[str, LaunchFile],
 ) -> str:
     lines = [f"# {_plain(shown_path(request.model_id))}", ""]
     if started:
@@ -103,8 +110,9 @@ def _readme(
             ]
         else:
             lines += ["A part, for use with another target's files.", ""]
-        jobs = [f"With Slurm, instead: `sbatch launch/{file.path}`" for file in launch.files if slurm.is_job(file)]
-        remarks = [*(_plain(words) for words in (*launch.unsupported, *launch.notes)), *jobs]
+        remarks = [_plain(words) for words in (*launch.unsupported, *launch.notes)]
+        if launch.target in of_slurm:
+            remarks.append(f"With Slurm, instead: `sbatch launch/{of_slurm[launch.target].path}`")
         lines += [f"- {words}" for words in remarks] + [""] * bool(remarks)
     left_out = [launch for launch in launches if launch.refused]
     if left_out:
@@ -213,7 +221,7 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
         "    }",
         "    run() {",
         *(f'      : "${{{name}:?set it on every node}}"' for name in needed),
-        *([f"      {launch.prepare}"] if launch.prepare else []),
+        *([f'      [ -n "${{PREPARED:-}}" ] || {launch.prepare}'] if launch.prepare else []),
         *asks,
         *([f"      {launch.server} &", "      trap 'kill $! || true' EXIT"] if launch.server else []),
         f"      {command}",

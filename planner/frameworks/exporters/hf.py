@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from planner.frameworks.exporters import accelerate, chat, common, deepspeed, several_gpus, slurm
-from planner.frameworks.exporters.install import checkpointing_key, versions
+from planner.frameworks.exporters import accelerate, chat, common, deepspeed, several_gpus
+from planner.frameworks.exporters.install import checkpointing_key
 from planner.frameworks.exporters.text import Code, Line, call, constant, setting_line, shown_path
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.transformers import DTYPES, SCRIPT, checkpointing_kwargs
@@ -64,11 +64,8 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     if several_gpus.launched(setup):
         files += accelerate.config_files(request, TARGET)
         command = accelerate.command(request, f"launch/{FILE}", TARGET)
-        job = accelerate.command(request, f"launch/{FILE}", TARGET, rendezvous=True)
         if accelerate.distributed_type(setup) == "MULTI_GPU":  # nothing is sharded by Accelerate or DeepSpeed
-            job = f"torchrun {several_gpus.torchrun_flags(request)} launch/{FILE}"
             notes.append(f"Or without Accelerate's config: {several_gpus.torchrun(request, f'launch/{FILE}')}")
-        files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup)))
     if setup.parallel == "dp":
         notes.append("nn.DataParallel: one process, all logits on GPU 0; ddp holds less and is faster.")
     if setup.sharded_at_loading:

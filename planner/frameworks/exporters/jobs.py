@@ -22,6 +22,7 @@ from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.core.units import GIB
+from planner.frameworks.exporters import slurm
 from planner.frameworks.exporters.gated import gate_of, on_hub
 from planner.frameworks.exporters.slurm import CPUS_PER_GPU
 from planner.frameworks.exporters.text import comments, header
@@ -93,8 +94,11 @@ def check(names: Sequence[str], gpu: GpuSpec, num_gpus: int, num_nodes: int) -> 
         UsageError: an unknown scheduler, or a card or a number of nodes that it does not have.
     """
     for name in names:
+        if name == slurm.SCHEDULER:  # the cluster's own people call its cards as they like
+            continue
         if name not in SCHEDULERS:
-            raise UsageError(f"--job must be one of {', '.join(SCHEDULERS)}; got {name!r}", hint="--job skypilot")
+            choices = ", ".join((slurm.SCHEDULER, *SCHEDULERS))
+            raise UsageError(f"--job must be one of {choices}; got {name!r}", hint="--job skypilot")
         scheduler = SCHEDULERS[name]
         if num_nodes > 1 and not scheduler.several_nodes:
             raise UsageError(f"a job of {name} has one machine, got {num_nodes} nodes", hint="use --nodes 1")
@@ -123,19 +127,18 @@ def job_files(names: Sequence[str], launch: Launch, request: ExportRequest) -> d
         raise UsageError("a job file needs a GPU", hint="plan with --gpu")
     check(names, request.gpu, request.job_gpus_per_node * request.num_nodes, request.num_nodes)
     by_command = {}
-    for name in dict.fromkeys(names):
-        scheduler = SCHEDULERS[name]
+    for scheduler in [SCHEDULERS[name] for name in dict.fromkeys(names) if name != slurm.SCHEDULER]:
         card = scheduler.card(request.gpu, request.job_gpus_per_node)
         # What lies on this machine's disk and does not travel with the job.
         local = [request.dataset.path] if request.dataset is not None and request.dataset.local else []
         local += [] if on_hub(request.model_id) else [request.model_id]
-        if name == "skypilot":  # takes the whole directory along
+        if scheduler.name == "skypilot":  # takes the whole directory along
             local = [path for path in local if path.startswith(("..", "/", "~"))]
         notes = (
             *scheduler.notes,
             *[f"{path} lies on this machine: put it where the job finds it, and name that place" for path in local],
         )
-        title = f"{name} job that starts the {launch.target} target"
+        title = f"{scheduler.name} job that starts the {launch.target} target"
         head = comments(header(request, title, scheduler.command, dict(launch.validated_with), notes=notes))
         shell = scheduler.file.endswith(".sh")
         text = ("#!/usr/bin/env bash\n" if shell else "") + head + scheduler.text(card, launch.target, request)

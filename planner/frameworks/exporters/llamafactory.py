@@ -2,7 +2,7 @@
 
 import json
 
-from planner.frameworks.exporters import chat, common, deepspeed, prepare, slurm
+from planner.frameworks.exporters import chat, common, deepspeed, prepare
 from planner.frameworks.exporters.several_gpus import PER_NODE, sharding_refusal, split_refusal
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
@@ -147,8 +147,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         env |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(request.gpus_per_node)}
     meeting = {"NNODES": str(request.num_nodes)}
     meeting |= {name: f"${name}" for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    job = common.after(env | meeting, COMMAND)
-    command = job if request.num_nodes > 1 else common.after(env, COMMAND)
+    command = common.after(env | (meeting if request.num_nodes > 1 else {}), COMMAND)
     runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     notes = []
     if _template(request) is None:
@@ -158,7 +157,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     if request.evaluates and not _evaluates(request, runs):
         notes.append("Evaluates nothing between steps: its transformers would make whole logits for that.")
     notes += [PER_NODE] * (request.num_nodes > 1)
-    files = [_dataset_info(request, runs), *slurm.files(request, TARGET, job, VALIDATED_WITH)]
+    files = [_dataset_info(request, runs), *deepspeed.config_files(request, TARGET)]
     main = LaunchFile(path=FILE, text=yaml_text(_sections(request, runs)))
     return Draft(title="LLaMA-Factory", main=main, files=tuple(files), command=command, notes=tuple(notes))
 

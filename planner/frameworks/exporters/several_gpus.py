@@ -113,20 +113,20 @@ def torchrun(request: ExportRequest, script: str) -> str:
 
 
 def torchrun_flags(request: ExportRequest) -> str:
-    """torchrun's flags with the rendezvous named by environment variables, for one node or many."""
+    """torchrun's flags with the rendezvous named by environment variables."""
     return (
         f"--nnodes {request.num_nodes} --nproc-per-node {request.gpus_per_node} --rdzv-id finetune "
         "--rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:$MASTER_PORT"
     )
 
 
-def accelerate_flags(request: ExportRequest, *, rendezvous: bool = False) -> str:
+def accelerate_flags(request: ExportRequest) -> str:
     """What `accelerate launch` must be told on every node beside the config file; "" on one node.
 
     The rendezvous is a flag because the flag's own default wins over `rdzv_backend` in the config file.
     """
     if request.num_nodes == 1:
-        return " --main_process_port $MASTER_PORT" * rendezvous
+        return ""
     return (
         " --rdzv_backend c10d --machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR --main_process_port $MASTER_PORT"
     )

@@ -6,7 +6,7 @@ architectures, loaded from and saved to transformers' format.
 
 import json
 
-from planner.frameworks.exporters import prepare, several_gpus, slurm
+from planner.frameworks.exporters import prepare, several_gpus
 from planner.frameworks.exporters.common import counted_steps, differing
 from planner.frameworks.exporters.text import Line, Section, section, shown_path
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
@@ -87,7 +87,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 
 
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
-    """`torchtitan.toml` and a Slurm job."""
+    """`torchtitan.toml`."""
     command = several_gpus.torchrun(request, MODULE)
     notes = [
         "The model's folder must be on disk: config, tokenizer and safetensors in transformers' format.",
@@ -100,8 +100,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         lines.append(f"\n[{block.title}]")
         lines += [f"{line.key} = {json.dumps(line.value, ensure_ascii=False)}{line.tail}" for line in block.lines]
     main = LaunchFile(path=FILE, text="\n".join(lines) + "\n")
-    job = slurm.job_file(request, TARGET, f"torchrun {several_gpus.torchrun_flags(request)} {MODULE}", VALIDATED_WITH)
-    return Draft(title="torchtitan", main=main, files=(job,), command=command, notes=tuple(notes))
+    return Draft(title="torchtitan", main=main, command=command, notes=tuple(notes))
 
 
 def _sections(request: ExportRequest) -> list[Section]:

@@ -4,8 +4,8 @@ names of TRL 1.16 on transformers 5.23."""
 import shlex
 
 from planner.core.shipped import DATA
-from planner.frameworks.exporters import accelerate, chat, common, deepspeed, prepare, several_gpus, slurm
-from planner.frameworks.exporters.install import checkpointing_key, versions
+from planner.frameworks.exporters import accelerate, chat, common, deepspeed, prepare, several_gpus
+from planner.frameworks.exporters.install import checkpointing_key
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.transformers import DTYPES, TRL, checkpointing_kwargs
@@ -124,11 +124,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     cards = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(request.gpus_per_node)))} if server else {}
     if several_gpus.launched(setup):
         files += accelerate.config_files(request, TARGET)
-        job, command = (
-            common.after(cards, _launched(request, command, file, rendezvous=rendezvous))
-            for rendezvous in (True, False)
-        )
-        files.append(slurm.job_file(request, TARGET, job, versions(VALIDATED_WITH, setup), server))
+        command = common.after(cards, _launched(request, command, file))
     elif setup.objective != "orpo":
         # `trl sft` makes the training arguments in its launcher too, which then keeps a CUDA context of its own beside
         # the training process's: 0.5 GiB on an H200 (26 November 2026)
@@ -160,12 +156,12 @@ def _server(request: ExportRequest) -> str:
     return f"CUDA_VISIBLE_DEVICES={request.gpus_per_node} trl vllm-serve {shlex.join(words)}"
 
 
-def _launched(request: ExportRequest, command: str, file: str, *, rendezvous: bool) -> str:
+def _launched(request: ExportRequest, command: str, file: str) -> str:
     """The command on several GPUs: TRL's own takes Accelerate's configuration, a program is Accelerate's to launch."""
     if request.setup.objective == "orpo":
         script = f"launch/{ORPO_SCRIPT} --config launch/{file}"
-        return accelerate.command(request, script, TARGET, rendezvous=rendezvous)
-    flags = several_gpus.accelerate_flags(request, rendezvous=rendezvous)
+        return accelerate.command(request, script, TARGET)
+    flags = several_gpus.accelerate_flags(request)
     return f"{command} --accelerate_config launch/{TARGET}/{accelerate.NAME}{flags}"
 
 

@@ -23,6 +23,8 @@ from planner.options.stacks import TARGET_ROWS
 
 MARK = "\x05"
 """Stands for a file that the script writes: MARK, its number, a blank, its path."""
+DEFINED = "\x06"
+"""Stands for a function's body: DEFINED, its number."""
 MAX_CALLS = 64
 """Calls of functions that are followed, one inside another counted too."""
 _OPENS = re.compile(r"<<-?[ \t]*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
@@ -41,11 +43,13 @@ class Script:
     """A script while its commands are followed.
 
     Attributes:
-        functions: name -> the lines of its body; called: how many calls were followed.
+        bodies: functions with the lines of their bodies; functions: those of them that are defined so far, by name;
+            called: how many calls were followed.
         documents: the text of files that it writes ("here documents"), each with whether variables are put in.
         files: path -> text of those that were written so far; exported: names of exported variables.
     """
 
+    bodies: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     functions: dict[str, tuple[str, ...]] = field(default_factory=dict)
     documents: list[tuple[str, bool]] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
@@ -81,7 +85,7 @@ def without_documents(text: str, script: Script) -> str:
 
 
 def without_functions(lines: Iterable[str], script: Script) -> tuple[str, ...]:
-    """The lines without those of functions, which the script holds from now on."""
+    """The lines with a marked one for each function: which of one name counts is decided where it is met."""
     remaining: list[str] = []
     name, depth, body = "", 0, list[str]()
     for line in lines:
@@ -100,7 +104,8 @@ def without_functions(lines: Iterable[str], script: Script) -> tuple[str, ...]:
         inner = inner[: ends.start()] if ends and depth == 0 else inner
         body += [inner.strip()] if inner.strip() else []
         if depth <= 0:
-            script.functions[name] = tuple(body)
+            remaining.append(f"{DEFINED}{len(script.bodies)}")
+            script.bodies.append((name, tuple(body)))
             name = ""
     return (*remaining, *body) if name else tuple(remaining)
 
@@ -390,6 +395,10 @@ def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -
             text, filled = script.documents[int(number)]
             text = _filled(text, variables) if filled else text
             script.files |= {os.path.normpath(of): text for of in (_filled(path, variables), path.rpartition("/")[2])}
+            continue
+        if line.startswith(DEFINED):
+            name, body = script.bodies[int(line.removeprefix(DEFINED))]
+            script.functions[name] = body
             continue
         exported.update(_EXPORTED.findall(line))
         if unless_set := _DEFAULT.match(line):
