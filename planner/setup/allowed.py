@@ -500,11 +500,11 @@ def _check_rollout(setup: SetupValues, rolls: Rollout) -> None:
             f"{setup.micro_batch_seqs}{gpus}",
             hint=f"give a --generation-batch that {at_once} divides, or a smaller --micro-batch",
         )
-    if setup.num_gpus > 1 and (not rolls.by_vllm or setup.parallel == "zero3"):
+    if setup.num_gpus > 1 and (setup.parallel == "zero3" if rolls.by_vllm else setup.parallel != "ddp"):
         # trl 1.16 generation/vllm_generation.py, _iter_named_params: adapters are merged into a whole gathered model
         raise SetupError(
             f"how generation by {rolls.generator} gathers what GPUs share under {setup.parallel} is not modelled",
-            hint="use --parallel ddp, fsdp2, zero1 or zero2" if rolls.by_vllm else "use --generator vllm-sleep",
+            hint="use --parallel ddp" + ", fsdp2, zero1 or zero2" * rolls.by_vllm,
         )
     if rolls.by_vllm and setup.quantization != "none":
         # github.com/huggingface/trl/issues/4973, open in trl 1.16; of 8 bits its VLLMGeneration says so itself

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from importlib.machinery import PathFinder
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -90,6 +91,7 @@ def around(phantom: Phantom) -> dict[str, Context]:
 
     @contextmanager
     def with_triton() -> Iterator[None]:
+        import_module("torch._dynamo")  # looks for Triton, and for its parts, while it is imported
         import transformers.utils
 
         if not hasattr(transformers.utils, "is_triton_available"):  # transformers 4, whose TRL asks nobody

@@ -405,6 +405,7 @@ SFT = """
 import sys
 from pathlib import Path
 from datasets import Dataset
+from trl import get_peft_config  # of a module that looks for Triton, before anything of transformers
 from transformers import LlamaConfig
 from trl import SFTConfig, SFTTrainer
 
