@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.band_fit import LEAST_SIDE, UNSEEN_STACK, as_row, fit_cell, pooled_cell
 from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, by_chance, fitted, left_out, page
-from planner.core.units import percent
+from planner.core.units import GIB, percent
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
@@ -119,6 +119,29 @@ def test_predictions_of_anybodys_run_carry_the_bands_and_a_plans_own_do_not() ->
     assert not predict(model, A100, setup_from_request({"stack": "axolotl"}), planned=True).bands
     several = evidence_bands("dry_run", A100, setup_from_request({"num_gpus": 4, "parallel": "fsdp2"}))[0]
     assert several == evidence_bands("formula", A100, setup_from_request({"num_gpus": 4, "parallel": "fsdp2"}))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "rank", "micro", "measured_gib"),
+    [
+        ("Qwen/Qwen3-14B", "t4", 16, 2, 12.949),
+        ("mistralai/Mistral-7B-v0.3", "t4", 16, 2, 5.836),
+        ("mistralai/Mistral-Nemo-Base-2407", "t4", 16, 2, 10.68),
+        ("Qwen/Qwen3-32B", "a100-40gb", 32, 2, 24.529),
+        ("meta-llama/Llama-3.3-70B-Instruct", "a100-80gb", 16, 2, 42.789),
+    ],
+)
+def test_what_unsloths_notebooks_print_is_within_its_plans_band(
+    name: str, gpu: str, rank: int, micro: int, measured_gib: float
+) -> None:
+    """unslothai/notebooks, `max_memory_reserved`: samples of up to 2,048 tokens, so not below by less than the band."""
+    card = find_gpu(gpu)
+    half = "bf16" if card.bf16 else "fp16"
+    fields = {"method": "qlora", "quantization": "nf4-double", "stack": "unsloth", "kernels": "fused"}
+    fields |= {"precision": f"{half}-autocast", "optimizer": "adamw-8bit", "loss": "chunked", "lora_rank": rank}
+    fields |= {"seq_len_tokens": 2048, "micro_batch_seqs": micro, "activation_offload": True, "adapter_dtype": "fp32"}
+    prediction = predict(loaded(name), card, setup_from_request(fields), planned=True)
+    assert measured_gib * GIB < prediction.peak_reserved_bytes * (1 + prediction.memory_band_fraction)
 
 
 def test_an_apple_gpu_has_the_band_of_an_unseen_card() -> None:
