@@ -8,6 +8,7 @@ from typing import Any
 from planner.core.errors import SetupError
 from planner.core.records import dataclass
 from planner.core.units import MIN_BLOCK_BYTES, gib
+from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.rank_part import RankPart
 from planner.memory.trained import Trained, layers_alone, trained_parameters
@@ -195,6 +196,15 @@ def paged_bytes(num_trained: int, optimizer: str, *, wide: int = 0) -> int:
         return 0
     states = row.all_state_bytes(num_trained, SIZE_BYTES["fp32"], matrix_edge_sum=0) + row.wide_state_bytes(wide)
     return states - row.scale_bytes(num_trained - wide)
+
+
+def in_one_memory(gpu: GpuSpec, setup: TrainSetup) -> TrainSetup:
+    """The setup as a card takes it whose memory is the host's: a paged optimizer's states lie there as its plain
+    form's do."""
+    row = OPTIMIZERS[setup.optimizer]
+    if not (row.paged and gpu.shares_host_memory):
+        return setup
+    return setup.replace_trusted(optimizer=next(name for name in OPTIMIZERS if row.name == f"paged-{name}"))
 
 
 def step_bytes(num_trained: int, dtype: str, optimizer: str, *, largest_tensor: int) -> int:

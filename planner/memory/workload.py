@@ -11,6 +11,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.options.images import Images, with_text
 from planner.options.objectives import Objective, objective_spec_of, seqs_per_sample
+from planner.options.optimizers import OPTIMIZERS
 from planner.samples import steps
 
 if TYPE_CHECKING:
@@ -121,6 +122,12 @@ class Workload:
             raise UsageError(
                 f"{self.model.model_id} has learned {positions} positions, got --seq-len {self.seq_len_tokens}{of}",
                 hint=f"give --seq-len {positions} or less",
+            )
+        paged = [name for name, row in OPTIMIZERS.items() if row.paged and name in self.fixed.get("optimizer", ())]
+        if paged and self.gpu.shares_host_memory:
+            raise UsageError(
+                f"{paged[0]} moves states to the host's memory, which is the card's own on {self.gpu.name}",
+                hint=f"--optimizer {paged[0].removeprefix('paged-')}",
             )
         if not 0 <= self.headroom_bytes < self.memory_bytes:
             raise UsageError(

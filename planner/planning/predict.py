@@ -17,6 +17,7 @@ from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.engines.fsdp2 import dtensor_refusal
 from planner.memory.model import memory_of
 from planner.memory.states import (
+    in_one_memory,
     linear_bytes,
     loading_refusal,
     paged_bytes,
@@ -68,6 +69,7 @@ def predict(
     Source: `planner.memory`, `planner.speed.roofline` and `planner.speed.several_gpus`, each term with its own source.
     Measured: docs/accuracy/formula.md, per source and per case.
     """
+    setup = in_one_memory(gpu, setup)
     if setup.builds_encoders:
         from planner.models.encoders import with_vision  # late: text alone needs none of it
 
@@ -153,7 +155,7 @@ def _paged_bytes(model: ModelSpec, setup: TrainSetup) -> int:
 
 def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
     """The device peak of `predict` alone: the fullest GPU's."""
-    return memory_of(model, gpu, setup)[0].breakdown.peak_device_bytes
+    return memory_of(model, gpu, in_one_memory(gpu, setup))[0].breakdown.peak_device_bytes
 
 
 def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> frozenset[Kernel]:

@@ -11,6 +11,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.around import between_steps_terms
 from planner.memory.model import memory_of
 from planner.memory.rollout import VLLM, generation_terms, resident_vllm
+from planner.memory.states import in_one_memory
 from planner.memory.trained import trained_parameters
 from planner.memory.workspace import communicator_bytes, context_bytes
 from planner.models.spec import ModelSpec
@@ -65,6 +66,7 @@ def dry_run_report(
         planned: the setup is a plan's own, which keeps the band that it was chosen by.
     """
     run = partial(_report, model, gpu, full_depth=full_depth, use_cache=use_cache, planned=planned)
+    setup = in_one_memory(gpu, setup)
     short = shorter(model, setup) if unknown_mixers(model) and not full_depth else ()
     if not short or not reported(WALKS, dict(model.config)):
         return run(setup)

@@ -109,7 +109,7 @@ def _positions(model: nn.Module, text: Any) -> int | None:
     positions = _count(text, "max_position_embeddings", "n_positions", "max_target_positions")
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
-            return min(positions or table.num_embeddings, table.num_embeddings - table.padding_idx - 1)
+            return min(positions or table.num_embeddings, int(table.num_embeddings - table.padding_idx - 1))
     return positions
 
 

@@ -8,7 +8,9 @@ from planner.hardware.gpus import find_gpu
 from planner.options.images import Images
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan, Plan
-from tests.planner.helpers import plan_request, planned, refusal_of
+from planner.planning.predict import predict
+from planner.setup import TrainSetup
+from tests.planner.helpers import loaded, plan_request, planned, refusal_of
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -60,6 +62,13 @@ def test_memory_that_is_the_hosts_too_takes_nothing_off_the_gpu() -> None:
     whole = {"method": ("full",), "offload": ("optimizer",)}
     with pytest.raises(UsageError, match="the host's memory is the GPU's own"):
         plan_workload(plan_request(LLAMA, "gb10", fixed=whole, host_gib=512))
+    with pytest.raises(UsageError, match="paged-adamw-8bit moves states"):
+        plan_request(LLAMA, "gb10", fixed={"optimizer": ("paged-adamw-8bit",)})
+    model, setup = loaded(LLAMA), TrainSetup(method="full", lora_rank=0, optimizer="adamw-8bit")
+    paged = setup.replace(optimizer="paged-adamw-8bit")
+    assert predict(model, spark, paged).peak_device_bytes == predict(model, spark, setup).peak_device_bytes
+    card = find_gpu("h100-sxm")
+    assert predict(model, card, paged).peak_device_bytes < predict(model, card, setup).peak_device_bytes
 
 
 def test_the_smallest_host_of_several_gpus() -> None:
