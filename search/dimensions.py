@@ -85,6 +85,7 @@ FIXED: dict[str, str] = {
     "hard_negatives": "the user's: texts beside each pair of a contrastive batch",
     "cached_seqs": "the plan's: sequences at once under a gradient cache",
     "linear_attention": "the plan's: flash-linear-attention wherever it runs",
+    "uneven": "the data's: of what lengths samples are",
     "adapter": "the user's: a plan proposes LoRA",
     "stack": "the launch target's: whose code runs",
     "expandable_segments": "as every launch file sets it",

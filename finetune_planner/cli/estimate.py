@@ -108,7 +108,7 @@ def estimate(
             "plan estimate needs MODEL and --gpu, or --setups FILE", hint="plan estimate MODEL --gpu rtx-4090"
         )
     spec, card = _resolve(model, gpu, lookup)
-    usual: dict[str, Any] = {"stack": HALVES_STACK} if spec.is_encoder_decoder else {}
+    usual: dict[str, Any] = {"uneven": True} | ({"stack": HALVES_STACK} if spec.is_encoder_decoder else {})
     usual |= {"seq_len_tokens": TEXT_TOKENS} if spec.front_end is not None else {}
     setup = setup_from_request({**usual, **setup_options.values()})
     if setup_options.attention is None:

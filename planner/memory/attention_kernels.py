@@ -280,8 +280,8 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, masks_packed: bool = 
     Args:
         masks_packed: whether the model's class hands SDPA a mask of packed samples (`masks_packed`).
 
-    The worst padded batch is full (every sequence at the full length), and a mask that hides nothing is dropped.
-    xformers gets the samples' lengths instead, FlexAttention which blocks to skip.
+    A padded batch whose sequences all have the full length hides nothing, and its mask is dropped; of others see
+    `padding_masked`. xformers gets the samples' lengths instead, FlexAttention which blocks to skip.
 
     Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size; never
     while tracing: a padding mask's values, and before PyTorch 2.14 any).
@@ -296,6 +296,12 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, masks_packed: bool = 
     return (
         attention.window_tokens is not None and setup.seq_len_tokens + setup.virtual_tokens >= attention.window_tokens
     )
+
+
+def padding_masked(setup: TrainSetup, kernel: Kernel) -> bool:
+    """Whether that kernel is handed a mask of padding. Where a full batch runs the math kernel, which keeps every
+    score, that batch and not one with padding takes the most."""
+    return setup.pads and kernel == "efficient"
 
 
 def handed_mask(model: ModelSpec, setup: TrainSetup, attention: AttentionSpec) -> bool:
@@ -341,7 +347,8 @@ def attention_kernel(
     "flash" and "efficient" keep no tokens x tokens matrix; "math" and "eager" do. PyTorch tries flash, then
     memory-efficient, then math. Flash needs compute capability 8.0, 16-bit inputs, no mask and equal head sizes up to
     256 (193 to 224 have no backward on 8.6, 8.9 and 12.x). Memory-efficient takes masks, fp32 and older cards, but not
-    grouped-query form, which transformers asks for when there is no mask and heads are at most 256 wide.
+    grouped-query form, which transformers asks for when there is no mask and heads are at most 256 wide. Of samples
+    that are `uneven` the batch counts that takes the most: padded, or full where that runs the math kernel.
 
     On Apple's GPUs training always takes the math kernel. Unsloth brings xformers and hands its memory-efficient kernel
     keys and values repeated to all heads, so that grouped queries run fused on cards without flash attention; Axolotl
@@ -374,7 +381,7 @@ def attention_kernel(
     has_mask = handed_mask(model, setup, attention)
     no_backward = generation == "small" and 192 < attention.head_dim <= 224
     if half and not old and equal_heads and fused_width and not has_mask and not no_backward:
-        return "flash"
+        return "efficient" if setup.pads else "flash"
     if model.model_type in ALWAYS_MASKED and attention.num_kv_heads == 1:
         return "math"
     grouped = attention.num_kv_heads != attention.num_heads and equal_heads and fused_width and not has_mask

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
-from planner.memory.attention_kernels import Kernel, attention_kernel, masked, masks_packed
+from planner.memory.attention_kernels import Kernel, attention_kernel, masked, masks_packed, padding_masked
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, promote
 from planner.memory.layer_terms import (
     ACTIVATION_COPIES,
@@ -119,7 +119,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         width = query_width + value_width
         saved_elements = tokens * width + keys.key_tokens * (width if repeats_keys(attention, context) else kv_width)
         takes_mask = context.kernel == "efficient" and not context.traits.position_bias
-        handed = takes_mask and masked(context.setup, attention, masks_packed=context.masks_packed)
+        padding = padding_masked(context.setup, context.kernel)
+        handed = takes_mask and (padding or masked(context.setup, attention, masks_packed=context.masks_packed))
         if handed and attention.adds_mask and SIZE_BYTES[context.dtypes.table] == size:
             handed = keys.row_tokens % MASK_ALIGNMENT > 0
         aligned = -(-keys.row_tokens // MASK_ALIGNMENT) * MASK_ALIGNMENT
@@ -654,6 +655,7 @@ def layer_costs(
             # [seqs, 1, tokens, keys]: eager attention adds one in the model's type, SDPA gets a boolean one where it
             # gets one at all, but of a class that adds its own (transformers 5.23 `masking_utils.py`)
             handed = masked(layer_setup, attention, masks_packed=context.masks_packed)
+            handed = handed or padding_masked(layer_setup, kernel)
             each = int(handed and kernel in ("efficient", "math"))
             if kernel == "eager" or (attention.adds_mask and handed):
                 each = SIZE_BYTES[of_layer.table]

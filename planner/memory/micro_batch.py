@@ -417,11 +417,12 @@ def _stored(
     if model.traits.position_bias and spec is not None:
         # biases [1, heads, tokens, tokens] that every layer adds to its scores (T5): of the encoder, of the decoder,
         # and the cross attention's zeros, each with its gradient under checkpointing; the memory-efficient kernel keeps
-        # each layer's own contiguous copy as its mask (transformers 5.23 `T5Attention.forward`,
-        # `integrations/sdpa_attention.py` `create_position_bias_mask`)
+        # each layer's own contiguous copy as its mask, with padding for every sequence (transformers 5.23
+        # `T5Attention.forward`, `integrations/sdpa_attention.py` `create_position_bias_mask`)
         zeros = SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
         mask = SIZE_BYTES[dtypes.autocast or dtypes.table] if last.kernel == "efficient" else 0
         shared = 3 * SIZE_BYTES[dtypes.table] + 2 * zeros if setup.checkpointing else zeros
+        mask *= setup.micro_batch_seqs if setup.pads else 1
         stored["bias"] = spec.num_heads * last.row_tokens**2 * (sum(kept_counts) * mask + shared)
     if model.is_encoder_decoder:  # the encoder's output, with its gradient where the backward goes into the encoder
         tokens = setup.micro_batch_seqs * (model.encoder_tokens or setup.seq_len_tokens)
@@ -449,7 +450,7 @@ def cached_bytes(model: ModelSpec, setup: TrainSetup, *, beside_graph: bool = Fa
 
     Args:
         beside_graph: those alone that the backward does not keep anyway: of checkpointed layers, and where the kernel
-            is handed repeated ones.
+            is handed repeated ones (before transformers 4.54, or with a mask of padding).
 
     Source: transformers 4.33 `LlamaAttention` (past_key_value), 4.44 `DynamicCache.update` (the tensors themselves),
     4.54 (a copy, which the kernel is handed).
@@ -465,7 +466,7 @@ def cached_bytes(model: ModelSpec, setup: TrainSetup, *, beside_graph: bool = Fa
     for layer, count, num in zip(model.layer_kinds, counts, kept_counts, strict=True):
         if (spec := layer.attention) is None or spec.kind == "linear":
             continue
-        num_cached = count - num * (beside_graph and not setup.repeats_keys)
+        num_cached = count - num * (beside_graph and not (setup.repeats_keys or setup.pads))
         total += num_cached * spec.num_kv_heads * (spec.head_dim + spec.value_head_dim)
     return total * size * setup.tokens_per_micro_batch
 

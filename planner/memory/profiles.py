@@ -369,7 +369,7 @@ def profiled_kind(setup: TrainSetup) -> bool:
     objectives whose sizes are the samples' alone (but supervised training with all logits: tiles of pairs are others).
     """
     covered = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
-    partly = setup.images is not None or setup.compile or setup.trained_layers or setup.frozen_encoder
+    partly = setup.images is not None or setup.compile or setup.trained_layers or setup.frozen_encoder or setup.pads
     older = any(_LATER(setup)) and setup.uses_older_code_paths
     plain = setup.single_gpu and covered and not partly and not older
     return plain and setup.attention not in (XFORMERS, FLEX) and setup.adapter in _ADAPTERS

@@ -33,6 +33,7 @@ LATER_FIELDS = (
     "cached_seqs",
     "frozen_encoder",
     "linear_attention",
+    "uneven",
     *OF_OTHERS,
     *AROUND_FIELDS,
 )

@@ -176,6 +176,8 @@ class Batch:
     """Length of every sequence of the worst batch."""
     packing: bool = False
     """Sequences are filled with several samples; False: padded to the longest."""
+    uneven: bool = False
+    """Of a padded micro-batch some samples are shorter than the longest; False: all are of `seq_len_tokens`."""
     images: Images | None = None
     """The pictures of every sample, whose tokens are part of its sequence; None: text alone."""
 
@@ -497,6 +499,16 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         Source: bitsandbytes 0.50 `MatMul8bitLt` (ctx.tensors); of 4 bits 0.43.1 `MatMul4Bit` ((A, B)), not 0.43.2.
         """
         return self.quantization == "int8" or self.saves_four_bit_inputs
+
+    @property
+    def pads(self) -> bool:
+        """Whether SDPA is handed a mask that hides padding; Unsloth's own attention is handed none in training.
+
+        Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (a mask of ones is dropped).
+        """
+        of_class = not self.trainer.own_models and self.stack != "unsloth"
+        padded = self.uneven and self.attention == "sdpa" and not self.packing and self.images is None
+        return padded and of_class and self.micro_batch_seqs * self.seqs_per_sample > 1
 
     @property
     def repeats_keys(self) -> bool:

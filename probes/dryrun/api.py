@@ -17,6 +17,7 @@ from planner.memory.workspace import communicator_bytes, context_bytes
 from planner.models.spec import ModelSpec
 from planner.planning.evidence.bands import unknown_mixers, with_evidence
 from planner.planning.evidence.followed import why_no_dry_run
+from planner.planning.predict import attention_kernels
 from planner.planning.run_speed import with_run_speed
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import MemoryTerm
@@ -83,6 +84,8 @@ def _report(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, *, full_depth: bool, use_cache: bool, planned: bool
 ) -> DryRunReport | ProbeFailure:
     options: dict[str, Any] = {"full_depth": full_depth}
+    if setup.pads and "efficient" not in attention_kernels(model, gpu, setup):  # a full batch takes the most
+        setup = setup.replace_trusted(uneven=False)
     outcome = _cached_report(model, gpu, setup, options, use_cache)
     if isinstance(outcome, ProbeFailure):
         return outcome

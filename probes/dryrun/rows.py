@@ -48,7 +48,8 @@ def shorter(model: ModelSpec, setup: TrainSetup) -> tuple[TrainSetup, ...]:
             lengths.append(length)
     if len(lengths) < 3:
         return ()
-    return tuple(setup.replace(seq_len_tokens=seq_len, micro_batch_seqs=tokens // seq_len) for seq_len in lengths)
+    padded = setup.replace(uneven=setup.pads)
+    return tuple(padded.replace(seq_len_tokens=seq_len, micro_batch_seqs=tokens // seq_len) for seq_len in lengths)
 
 
 def carried(reports: Sequence[DryRunReport], setups: Sequence[TrainSetup], setup: TrainSetup) -> DryRunReport:

@@ -162,7 +162,9 @@ def trace_run(
         model = build_from_config(config, setup, device=device, attention=attention)
         stack.enter_context(older_libraries(model, setup))
         tracker = (tracker_class if world is None else world.tracker)(
-            device, temporaries=temporaries() if device == "meta" and workspaces else None, answer=not setup.packing
+            device,
+            temporaries=temporaries() if device == "meta" and workspaces else None,
+            answer=not (setup.packing or setup.pads),
         )
         if world is None:
             layout, owners = None, load_all(tracker, model, reference)
@@ -188,7 +190,7 @@ def trace_samples(
         reference = build_reference(config, first, device="meta", attention=attention)
         model = build_from_config(config, first, device="meta", attention=attention)
         for setup in setups:
-            tracker = Tracker("meta", temporaries=temporaries(), answer=not setup.packing)
+            tracker = Tracker("meta", temporaries=temporaries(), answer=not (setup.packing or setup.pads))
             job = model, reference, setup, None, load_all(tracker, model, reference)
             fields: dict[str, Any] = {"attention": attention, "notes": notes, "num_layers": num_layers}
             traces.append(_trained(tracker, log, *job, 1, True, **fields))

@@ -33,8 +33,9 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
     """Random ids [seqs, tokens] with labels; packed: [1, seqs * tokens] with position ids that restart, or rows, each
     with its mask of samples that do not see each other (`Stack.packs_rows`).
 
-    Padded: all sequences have the same length, so the attention mask holds only ones and transformers drops it
-    (`masking_utils`). It cannot look into a meta tensor, so on meta the mask is held but not passed.
+    Padded: where all sequences have the same length the attention mask holds only ones and transformers drops it
+    (`masking_utils`). It cannot look into a meta tensor, so on meta such a mask is held but not passed; of `pads` it is
+    passed, and the tracker answers what is asked about it.
 
     Source: TRL 1.16 `DataCollatorForLanguageModeling` (padding_free follows packing).
     """
@@ -58,7 +59,9 @@ def make_batch(setup: TrainSetup, config: Any, *, device: torch.device | str) ->
     inputs: dict[str, Any] = {"input_ids": ids}
     if setup.images is not None and not config.is_encoder_decoder:
         inputs |= image_inputs(setup, config, ids)
-    if device.type != "meta":
+    if setup.pads:
+        mask[-1, -1] = 0
+    if setup.pads or device.type != "meta":
         inputs["attention_mask"] = mask
     return Batch(model_inputs=inputs, labels=labels, held=(mask,))
 

@@ -45,6 +45,9 @@ XFORMERS = {"attention": "xformers", "stack": "axolotl", "packing": True, "preci
         ("meta-llama/llama-3.1-8b", "a100-80gb", "fp32", {}, "math"),  # grouped heads are not expanded
         ("meta-llama/llama-2-7b-hf", "a100-80gb", "fp32", {}, "efficient"),
         ("meta-llama/llama-3.1-8b", "a100-80gb", "bf16", {"packing": True}, "efficient"),  # a mask
+        ("meta-llama/llama-3.1-8b", "a100-80gb", "bf16", {"uneven": True, "micro_batch_seqs": 2}, "efficient"),
+        ("meta-llama/llama-3.1-8b", "a100-80gb", "bf16", {"uneven": True}, "flash"),  # one sequence has no padding
+        ("meta-llama/llama-3.1-8b", "t4", "fp16", {"uneven": True, "micro_batch_seqs": 2}, "math"),  # full takes more
         ("meta-llama/llama-2-7b-hf", "t4", "fp16", {}, "efficient"),
         ("meta-llama/llama-2-7b-hf", "t4", "bf16", {}, "math"),
         ("meta-llama/llama-3.1-8b", "t4", "fp16", {}, "math"),

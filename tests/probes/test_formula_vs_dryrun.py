@@ -61,6 +61,16 @@ def test_formula_agrees_with_the_dry_run() -> None:
     assert max(errors.values()) <= WORST, errors
 
 
+@pytest.mark.parametrize("gpu", ["rtx-4090", "t4"])
+def test_a_mask_of_padding_repeats_keys(gpu: str) -> None:
+    """Measured (ai_infra_lab, RTX 4090): 15.98 GiB of TinyLlama at 16 x 256, of a full batch 15.23 are predicted."""
+    model, card = loaded("tinyllama/tinyllama-1.1b-chat-v1.0"), find_gpu(gpu)
+    even = TrainSetup(method="lora", precision="fp16-autocast", checkpointing=0, micro_batch_seqs=4, seq_len_tokens=256)
+    padded, _ = agreeing(model, card, even.replace(uneven=True), 0.002)
+    full = predict_memory(model, card, even).peak_allocated_bytes
+    assert (padded.peak_allocated_bytes > 1.03 * full) == (gpu == "rtx-4090")  # a T4's full batch keeps every score
+
+
 @pytest.mark.parametrize("fields", [{"quantization": "nf4"}, {"quantization": "nf4-double", "checkpointing": 0}])
 def test_experts_in_4_bits_are_counted_as_bitsandbytes_holds_them(fields: dict[str, object]) -> None:
     """Its own parametrization on meta: 13 model types are within 0.4 %, this one within 0.1 %."""

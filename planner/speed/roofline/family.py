@@ -49,10 +49,10 @@ _NOT_THE_WORKS = {
     *LAYOUT_FIELDS,
 } - {"context_degree", "expert_degree"}  # whose attention is longer than its tokens; whose host waits
 _SHARED = tuple(attribute.name for attribute in fields(TrainSetup) if attribute.name not in _NOT_THE_WORKS)
-work_key = attrgetter(*_SHARED, "extra_forwards", "compiled")
+work_key = attrgetter(*_SHARED, "extra_forwards", "compiled", "pads")
 """What setups of one `Work` share: every field that is not named here, so that a new one cannot be forgotten, the
-forwards without gradients, which for completions follow from the global batch, and whether the layers are compiled,
-which checkpointing decides too."""
+forwards without gradients, which for completions follow from the global batch, whether the layers are compiled, which
+checkpointing decides too, and whether there is padding, which a micro-batch of one sequence has not."""
 
 
 def family_of(speed: SpeedModel, setup: TrainSetup, work: Work | None = None) -> "Family":

@@ -319,7 +319,7 @@ class SpeedModel:
     def attention(self, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[float, float, float]:
         """Seconds per sequence of attention forward and backward, and needed forward flops per sequence."""
         traced = setup.compiled and setup.trainer.traces_masks
-        masks = (setup.packing, traced, setup.images is None, setup.adapter == "prefix")
+        masks = (setup.packing, setup.pads, traced, setup.images is None, setup.adapter == "prefix")
         key = (setup.attention, dtypes, setup.seq_len_tokens, setup.compiled, masks)
         cached = self._attention.get(key)
         if cached is not None:
@@ -357,7 +357,7 @@ class SpeedModel:
             ahead, back = self._score_bytes(setup, dtypes, kernel)
             scores_s = spec.num_heads * full / self.bandwidth
             return product_s + ahead * scores_s, 2 * product_s + back * scores_s, each * pairs
-        masked = self.conditions.masked_attention or handed_mask(self.model, setup, spec)
+        masked = self.conditions.masked_attention or setup.pads or handed_mask(self.model, setup, spec)
         done = each * (full if masked and kernel == "efficient" else pairs)
         rate = self.rates.matmul[dtype] * self._fused_share(spec, setup, kernel, dtype)
         forward = done / (rate * constants.attention_forward_share)
