@@ -9,6 +9,7 @@ stack's own default where a published run does not say it. Every stack here rele
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, final
 
@@ -73,6 +74,7 @@ class Stack:
         widens_stacks: beside a quantized base bare stacks of experts are fp32: of what peft's k-bit preparation cast,
             norms and tables alone are cast back.
         builds_encoders: text alone, too, is trained by the class that the checkpoint names, with its encoders.
+        stages_nf4: 4-bit matrices are made by one process, on the host, and every GPU gets its part of each.
         streams_experts: those stacks lie in the host's memory, one layer's at a time on the card.
         source: where all this was read.
     """
@@ -116,6 +118,7 @@ class Stack:
     one_root: bool = False
     widens_stacks: bool = False
     builds_encoders: bool = False
+    stages_nf4: bool = False
     source: str
 
     @property
@@ -145,6 +148,21 @@ _OWN_MODEL: dict[str, Any] = {"own_models": True, "traces_masks": False, "upcast
 _TORCHTUNE: dict[str, Any] = {"own_models": True, "overlaps_offload": True, "packs_rows": True}
 _OWN_TYPE: dict[str, Any] = {"quantized_adapters": "", "plain_adapters": ""}
 _BF16_ADAPTERS: dict[str, Any] = {"quantized_adapters": "bf16", "plain_adapters": "bf16"}
+_AXOLOTL = Stack(
+    name="axolotl",
+    title="Axolotl",
+    expandable_segments=True,
+    deep_ep=True,
+    one_root=True,
+    widens_stacks=True,
+    builds_encoders=True,
+    source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf, utils/config/__init__.py normalize_config "
+    "(is_multimodal, by the model's type), loaders/model.py _prepare_model_for_quantization, "
+    "_convert_embedding_modules_dtype, monkeypatch/accelerate/fsdp2.py fsdp2_prepare_model (in the place of "
+    "accelerate's), integrations/expert_parallel/plugin.py; peft 0.21 autocast_adapter_dtype, "
+    "prepare_model_for_kbit_training",
+    **_TRAINER,
+)
 _ROWS = (
     Stack(
         name="trl",
@@ -349,20 +367,14 @@ _ROWS = (
         "kernels/cross_entropy_loss.py (gradient written over the logits), models/_utils.py (PYTORCH_CUDA_ALLOC_"
         "CONF), prepare_model_for_training (trained parameters in fp32)",
     ),
-    Stack(
-        name="axolotl",
-        title="Axolotl",
-        expandable_segments=True,
-        deep_ep=True,
-        one_root=True,
-        widens_stacks=True,
-        builds_encoders=True,
-        source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf, utils/config/__init__.py normalize_config "
-        "(is_multimodal, by the model's type), loaders/model.py _prepare_model_for_quantization, "
-        "_convert_embedding_modules_dtype, monkeypatch/accelerate/fsdp2.py fsdp2_prepare_model (in the place of "
-        "accelerate's), integrations/expert_parallel/plugin.py; peft 0.21 autocast_adapter_dtype, "
-        "prepare_model_for_kbit_training",
-        **_TRAINER,
+    _AXOLOTL,
+    replace(
+        _AXOLOTL,
+        name="axolotl-staged",
+        title="Axolotl, NF4 staged on the host",
+        stages_nf4=True,
+        source="axolotl 0.21 loaders/nf4.py load_nf4_model, utils/nf4.py, utils/schemas/validation.py "
+        "check_fsdp2_cpu_ram_efficient_loading_w_4bit, STAGED_NF4_CONSTRAINTS",
     ),
     Stack(
         name="loggetta",

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from planner.core.units import GIB
 from planner.frameworks.readers import FileContext, ReadConfig, read_text
+from planner.memory.states import loading_refusal
 from planner.setup import TrainSetup
+from tests.planner.helpers import loaded
 
 BASE = TrainSetup(method="full", lora_rank=0, precision="bf16-autocast")
 AXOLOTL = "base_model: x\nmicro_batch_size: 1\ngradient_accumulation_steps: 2\nsequence_len: 512\nbf16: true\n"
@@ -28,6 +31,14 @@ CASES = {
     "ZeRO-3, all offloaded": (
         "deepspeed:\n zero_optimization: {stage: 3, offload_optimizer: {device: nvme}, offload_param: {device: cpu}}\n",
         {"parallel": "zero3", "offload": "parameters"},
+    ),
+    "a list of words is FSDP 1's": (
+        "fsdp: [full_shard, auto_wrap]\n",
+        {"fsdp_version": 1, "transformers_version": "4.57"},
+    ),
+    "its version too": (
+        "fsdp_config: {version: 2, offload_params: true}\n",
+        {"fsdp_version": 2, "offload": "parameters"},
     ),
     "ZeRO-2's parameters stay": (
         "deepspeed: {zero_optimization: {stage: 2, offload_param: {device: cpu}}}\n",
@@ -53,6 +64,20 @@ parallelism_config:
 
 def read(text: str, *, num_gpus: int = 8) -> ReadConfig:
     return read_text(AXOLOTL + text, "config.yaml", around=FileContext(num_gpus=num_gpus))
+
+
+@pytest.mark.parametrize(("staged", "settings"), [(True, ""), (False, "qlora_sharded_model_loading: false\n")])
+def test_a_base_that_axolotl_stages_on_the_host_may_be_larger_than_a_card(staged: bool, settings: str) -> None:
+    """Before: "cannot run", of a file in Axolotl's own examples (llama-3/qlora-fsdp-70b.yaml)."""
+    loading = "adapter: qlora\nload_in_4bit: true\nlora_r: 8\nlora_target_linear: true\n"
+    text = f"{loading}{settings}fsdp_config: {{fsdp_cpu_ram_efficient_loading: true, reshard_after_forward: true}}\n"
+    setup = read(text, num_gpus=4).setup
+    assert (setup.stack == "axolotl-staged", setup.fsdp_version) == (staged, 2)
+    llama = loaded("meta-llama/Llama-3.3-70B-Instruct")
+    assert bool(loading_refusal(llama, setup, 24 * GIB)) != staged
+    assert loading_refusal(llama, setup.replace(parallel="zero3", sync_each_batch=True), 24 * GIB), (
+        "DeepSpeed does not load so"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -328,10 +328,32 @@ def _parallel(settings: Settings) -> Layout:
         return zero_stage(settings, settings.raw("deepspeed"))
     if settings.raw("fsdp_config") or settings.raw("fsdp"):
         inner = settings.raw("fsdp_config", {})
-        version = settings.integer("fsdp_version", 1)  # axolotl 0.21 hands it to accelerate, whose default is 1
         inner = inner if isinstance(inner, dict) else {}
-        return fsdp(settings, inner, version=version) | _mesh(settings)
+        older = bool(settings.raw("fsdp"))  # a list of words is FSDP 1's, which axolotl 0.21 has no more
+        layout = fsdp(settings, inner, version=settings.integer("fsdp_version", 1 if older else 2)) | _mesh(settings)
+        if "fsdp_version" in layout:
+            settings.assume("FSDP 1 is an older Axolotl's (0.21 refuses it), taken with transformers 4.57")
+            return layout | {"transformers_version": "4.57"}
+        return layout | _staged(settings, inner, layout)
     return {"parallel": "none", **_mesh(settings)}
+
+
+def _staged(settings: Settings, block: Mapping[str, Any], layout: Layout) -> Layout:
+    """The stack, where a 4-bit base is quantized on the host and each GPU gets its part.
+
+    Source: axolotl 0.21 utils/schemas/validation.py check_fsdp2_cpu_ram_efficient_loading_w_4bit, loaders/nf4.py.
+    """
+    inner = Settings({str(key).removeprefix("fsdp_"): value for key, value in block.items()}, settings.name)
+    four_bits = settings.flag("load_in_4bit", False) and settings.raw("adapter") == "qlora"
+    if not (four_bits and inner.flag("cpu_ram_efficient_loading", False) and layout.get("parallel") == "fsdp2"):
+        return {}
+    if settings.raw("qlora_sharded_model_loading") is False:
+        return {}
+    settings.approximate(
+        "NF4 staged on the host (cpu_ram_efficient_loading) computes each frozen matrix's product once more in the "
+        "backward, from weights of its own form: counted as bitsandbytes'"
+    )
+    return {"stack": "axolotl-staged"}
 
 
 def _mesh(settings: Settings) -> Layout:
