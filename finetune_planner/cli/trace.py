@@ -220,7 +220,9 @@ def traced(order: "TraceOrder") -> TraceResult:
 
     ended = run_traced(order)
     if ended.absent in TRAINERS and not any(result.num_steps for result in ended.results):
-        file = next((word for word in order.command if word.endswith((".py", ".yaml", ".yml", ".sh"))), "FILE")
+        file = next(
+            (word for word in order.command if word.endswith((".py", ".ipynb", ".yaml", ".yml", ".sh"))), "FILE"
+        )
         raise EnvironmentProblem(
             f"this program cannot be followed: it needs {ended.absent}, which is not installed here",
             hint=f"run it in the environment that has {ended.absent}; plan check {file} --gpu GPU reads "

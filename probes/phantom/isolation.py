@@ -73,7 +73,7 @@ def main() -> NoReturn:
     folder.mkdir(mode=0o700)
     try:
         for name, text in order["site"].items():
-            (folder / name).parent.mkdir()
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
         (folder / "results").mkdir()
         outcome = _outcome(order)

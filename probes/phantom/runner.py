@@ -21,6 +21,8 @@ from planner.core.children import ROOT, ended_by_scheduler, python_argv
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.inputs import read_text
 from planner.core.records import dataclass
+from planner.frameworks.readers.loading import LARGER
+from planner.frameworks.readers.program.source import of_notebook
 from planner.planning.trace_result import MAX_BYTES, Protection, TraceResult
 from probes.phantom import isolation
 from probes.phantom.boot import VARIABLE
@@ -28,6 +30,14 @@ from probes.phantom.card import Card, TraceOptions
 from probes.phantom.imports import sitecustomize
 
 _KEEPER = "import sys; sys.path.append({root!r}); from probes.phantom.isolation import main; main()"
+NOTEBOOK = ".ipynb"
+_KERNEL = """import builtins, linecache, sys
+sys.path[0], builtins.display = "", print
+for name, code in {cells!r}:
+    linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+    exec(compile(code, name, "exec"))
+"""
+"""A notebook's cells, one after the other: imports look where the kernel's would, and lines are known by their cell."""
 GUARDED = (VARIABLE, "CUDA_VISIBLE_DEVICES")
 """What a Python below must know even where it was started without its environment."""
 OFFLINE = {
@@ -75,9 +85,28 @@ class Ended:
     absent: str = ""
 
 
+def _with_scripts(order: TraceOrder, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The command's words with scripts of the cells in place of notebooks, and those by their place in the private
+    folder; lines for the shell and other languages' cells are left out."""
+    words, scripts = [], {}
+    for word in order.command:
+        notebook = Path(order.folder or "", word)
+        if word.endswith(NOTEBOOK) and notebook.is_file():
+            place = f"site/cells/{notebook.stem}.py"
+            source = of_notebook(read_text(notebook, max_bytes=LARGER[NOTEBOOK]), word)
+            cells: dict[str, str] = {}
+            for (cell, _), line in zip(source.origin, source.text.splitlines(keepends=True), strict=False):
+                name = f"{notebook.name}:cell {cell}"
+                cells[name] = cells.get(name, "") + line
+            scripts[place] = _KERNEL.format(cells=list(cells.items()))
+            word = str(folder / place)
+        words.append(word)
+    return words, scripts
+
+
 def program(command: Sequence[str]) -> str:
     """The path of the command's program, as the user's shell would find it; a `python` outside any activated
-    environment is the one that runs this.
+    environment is the one that runs this, and the one of a notebook.
 
     Raises:
         UsageError: there is none.
@@ -85,7 +114,7 @@ def program(command: Sequence[str]) -> str:
     path = os.environ.get("PATH", os.defpath)
     if "VIRTUAL_ENV" not in os.environ and "CONDA_PREFIX" not in os.environ:
         path = f"{Path(sys.executable).parent}{os.pathsep}{path}"
-    executable = shutil.which(command[0], path=path)
+    executable = shutil.which("python" if command[0].endswith(NOTEBOOK) else command[0], path=path)
     if executable is None:
         raise UsageError(
             f"no program {command[0]!r}", hint="give the command as you would run it: plan trace -- python train.py"
@@ -134,11 +163,12 @@ def _running(order: TraceOrder) -> Iterator[tuple[Path, dict[str, Any]]]:
     executable = program(order.command)
     folder = Path(tempfile.gettempdir()).resolve() / f"plan-trace-{secrets.token_hex(8)}"
     environment = _environment(order, folder)
+    words, scripts = _with_scripts(order, folder)
     keeper_order = {
-        "command": [executable, *order.command[1:]],
+        "command": [executable, *words[0 if order.command[0].endswith(NOTEBOOK) else 1 :]],
         "cwd": os.path.realpath(order.folder or os.getcwd()),
         "folder": str(folder),
-        "site": {"site/sitecustomize.py": sitecustomize("phantom", "boot")},
+        "site": {"site/sitecustomize.py": sitecustomize("phantom", "boot"), **scripts},
         "network": order.network,
         "unsafe_writes": order.unsafe_writes,
         "time_limit_s": order.time_limit_s,

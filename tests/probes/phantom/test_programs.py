@@ -1,6 +1,7 @@
 """Small programs of ours that do what others' do: generation, inference mode, paged states, TRL's trainer."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,13 @@ from benchmarks.trace_published import RUNS, traced
 from finetune_planner.cli.app import run
 from planner.core.units import GIB, MIB
 from probes.allocator import Alloc, Event, Free
+from probes.phantom.card import TraceOptions
 from probes.phantom.cuda import Refused
 from probes.phantom.failures import error_text, status_of
 from probes.phantom.images import processor_for
 from probes.phantom.loading import _all_on_the_gpu, _mirrored
 from probes.phantom.mode import Phantom
+from probes.phantom.runner import TraceOrder, _with_scripts
 from probes.phantom.session import phantom_gpu
 from probes.phantom.texts import clip, columns_of, whispers_processor
 from tests.probes.phantom.conftest import CARD
@@ -454,3 +457,21 @@ def _bytes() -> Any:
     from tokenizers import Tokenizer, models
 
     return Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+
+
+def test_a_notebooks_cells_run_in_its_place(tmp_path: Path) -> None:
+    """Imports look in the folder, as a kernel's do, and a cell's lines keep their numbers."""
+    cells = ["!pip install x\nimport trl_beside\n", "%%bash\nls\n"]
+    cells.append("def f():\n    return 1 / 0\nprint(trl_beside.A)\n\nf()\n")
+    codes = [{"cell_type": "code", "source": code} for code in cells]
+    (tmp_path / "my trl.ipynb").write_text(json.dumps({"cells": codes}))
+    (tmp_path / "trl_beside.py").write_text("A = 'beside'\n")
+    order = TraceOrder(command=("my trl.ipynb",), card=CARD, options=TraceOptions(), folder=tmp_path)
+    (word,), scripts = _with_scripts(order, tmp_path)
+    (place,) = scripts
+    assert word == str(tmp_path / place)
+    Path(word).parent.mkdir(parents=True)
+    Path(word).write_text(scripts[place])
+    ran = subprocess.run([sys.executable, word], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.stdout == "beside\n"
+    assert 'File "my trl.ipynb:cell 3", line 2, in f' in ran.stderr
