@@ -164,8 +164,11 @@ class _Methods:
         return f"tensor(..., device='{tensor.device}', size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
     def set_data(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        goes_to_meta = is_meta(tensor) and not is_meta(value)
-        _base.data.__set__(tensor, self._phantom.on_host(value) if goes_to_meta else value)
+        if is_meta(value) and not is_meta(tensor):  # real tensors of the host and the card may stand for one another
+            made = torch.Tensor._make_subclass(torch.Tensor, value.detach(), tensor.requires_grad)
+            torch._C._swap_tensor_impl(tensor, made)
+            return
+        _base.data.__set__(tensor, self._phantom.on_host(value) if is_meta(tensor) and not is_meta(value) else value)
 
     # What makes tensors of data
 

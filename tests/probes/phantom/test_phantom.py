@@ -113,6 +113,9 @@ def test_a_parameter_that_moves_stays_the_same_object(phantom: Phantom) -> None:
     assert model[1].weight is model[0].weight
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
     model[0].weight.data = torch.ones(8, 8)
+    host = nn.Parameter(torch.empty(0), requires_grad=False)  # as bitsandbytes copies a quantized matrix
+    host.data = torch.empty(16, dtype=torch.uint8, device="cuda")
+    assert (host.device.type, host.shape, host.requires_grad, type(host)) == ("cuda", (16,), False, nn.Parameter)
     scale = nn.Parameter(torch.tensor([0.5]))
     assert scale.cuda().item() == 0.5
     assert nn.init.ones_(scale).cuda().item() == 1.0
