@@ -74,9 +74,10 @@ def with_later_states(optimizer: Any) -> Any:
     constructed = dict(optimizer.state)
 
     def make(optimizer: Any, args: Any, kwargs: Any) -> None:
-        while constructed:
-            parameter, states = constructed.popitem()
-            optimizer.state[parameter] = {name: value.clone() for name, value in states.items()}
+        for parameter, states in constructed.items():
+            if parameter.grad is not None:  # on the device: not of a step in the host's memory
+                optimizer.state[parameter] = {name: value.clone() for name, value in states.items()}
+        constructed.clear()
 
     optimizer.state.clear()
     if constructed:

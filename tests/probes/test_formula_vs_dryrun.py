@@ -87,14 +87,18 @@ def test_every_matrix_that_oft_adapts_gets_an_input_of_its_own(fields: dict[str,
     )
 
 
+ON_HOST = {"num_gpus": 2, "parallel": "fsdp2", "offload": "parameters"}
+
+
 @pytest.mark.parametrize(
-    ("stack", "optimizer"), [("trl", "adamw-8bit"), ("plain-loop", "adamw-8bit"), ("trl", "adagrad")]
+    ("stack", "optimizer", "layout"),
+    [("trl", "adamw-8bit", {}), ("plain-loop", "adamw-8bit", {}), ("trl", "adagrad", {}), ("trl", "adagrad", ON_HOST)],
 )
-def test_states_are_those_of_the_stack_and_the_optimizer(stack: str, optimizer: str) -> None:
+def test_states_are_those_of_the_stack_and_the_optimizer(stack: str, optimizer: str, layout: dict[str, object]) -> None:
     """transformers' Trainer keeps an embedding's of 8 bits in 32, at any depth; Adagrad has its own before a step."""
     gpu, model = find_gpu("rtx-4090"), small_spec("llama", num_hidden_layers=6, vocab_size=32_000)
     fields = {**FULL, "precision": "bf16-pure", "optimizer": optimizer, "loss": "chunked", "seq_len_tokens": 64}
-    setup = TrainSetup(**fields, stack=stack)  # type: ignore[arg-type]
+    setup = TrainSetup(**fields, **layout, stack=stack)  # type: ignore[arg-type]
     traced, counted = (
         sum(term.size_bytes for term in prediction.terms if term.name.startswith("states of"))
         for prediction in (dried(model, gpu, setup, use_cache=False), predict_memory(model, gpu, setup))
