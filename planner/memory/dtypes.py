@@ -58,14 +58,19 @@ def dtype_policy_of(setup: TrainSetup) -> DtypePolicy:
     autocast with 16-bit weights the residual stream keeps the weights' type; with fp32 weights, or those of the other
     16-bit type, it is fp32.
 
-    Source: peft 0.21 `prepare_model_for_kbit_training`; PyTorch autocast op lists; transformers 5.23 modeling code.
+    Source: peft 0.21 `prepare_model_for_kbit_training`, `tuners/ia3/bnb.py` Linear4bit.forward; PyTorch autocast op
+    lists; transformers 5.23 modeling code.
     """
     casts_back = setup.kind.returns_input_type and setup.lora_targets == "all-linear"
     table = "fp32" if setup.kbit_fp32_cast else setup.weight_dtype
+    residual = promote(table, setup.autocast_dtype or table)
+    if setup.kind.form == "scales" and setup.quantized and setup.lora_targets == "all-linear":
+        # the layer takes fp32 without autocast, and under it hands on what its result times the scales is
+        residual = promote(residual, setup.resolved_adapter_dtype if setup.autocast_dtype else "fp32")
     return DtypePolicy(
         table=table,
         stacks="fp32" if setup.wide_stacks else table,
-        residual=promote(table, setup.autocast_dtype or table),
+        residual=residual,
         compute=setup.compute_dtype,
         autocast=setup.autocast_dtype,
         adapter=setup.resolved_adapter_dtype,

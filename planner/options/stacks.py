@@ -205,7 +205,9 @@ _ROWS = (
         name="sentence-transformers",
         title="sentence-transformers' Trainer",
         source="sentence-transformers 6.2 base/trainer.py (transformers' Trainer, which wraps the whole "
-        "SentenceTransformer); add_adapter leaves adapters in the weights' type, our file casts them as peft does",
+        "SentenceTransformer); add_adapter leaves adapters in the weights' type, our file casts them as peft does; "
+        "base/modules/transformer.py takes AutoModel",
+        builds_encoders=True,
         **_TRAINER,
     ),
     Stack(

@@ -17,6 +17,7 @@ from planner.options.images import with_text
 from planner.options.objectives import objective_spec_of, packs, seqs_per_sample
 from planner.options.rollouts import Rollout
 from planner.options.sound import TEXT_TOKENS
+from planner.options.stacks import DEFAULT as DEFAULT_STACK
 from planner.options.stacks import STACKS
 from planner.planning.lora_rank import rank_floor
 from planner.planning.option_values import between, choices, memory_and_headroom, positive
@@ -71,7 +72,8 @@ class PlanRequest:
         Raises:
             UsageError: a value that makes no sense.
         """
-        targets = [STACKS[name] for name in self.targets if name in STACKS]
+        names = self.targets or (objective_spec_of(self.fixed).stack(DEFAULT_STACK),)
+        targets = [STACKS[name] for name in names if name in STACKS]
         if "images" in self.fixed or (targets and all(target.builds_encoders for target in targets)):
             from planner.models.encoders import with_vision  # late: text alone needs none of it
 
