@@ -28,7 +28,7 @@ from planner.frameworks.hyperparameters import choose
 from planner.memory.workload import Data, Workload
 from planner.options.absent import known_unplanned
 from planner.planning.decision.candidates import candidate
-from planner.planning.expressed import as_run
+from planner.planning.expressed import as_run, run_otherwise
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.targets import own_choice
 from planner.samples.dataset import first_row, kind_of_data
@@ -189,9 +189,14 @@ def launch_files(
     launches = []
     evaluated = {chosen.setup: chosen}
     names = known_targets(targets)
-    for name in sorted(names, key=lambda name: name != chosen.setup.stack):  # the planned program's own files first
-        given = chosen.setup
-        runs = as_run(name, given, plan.workload)
+    as_planned = {name: as_run(name, chosen.setup, plan.workload) for name in names}
+
+    def place(name: str) -> tuple[bool, bool]:
+        runs = as_planned[name]
+        return isinstance(runs, str) or bool(run_otherwise(chosen.setup, runs)), name != chosen.setup.stack
+
+    for name in sorted(names, key=place):  # those that do what is planned first, the planned program's own before
+        given, runs = chosen.setup, as_planned[name]
         # without further packages: full logits, where it would run the plan's loss with one (transformers and
         # LLaMA-Factory have no chunked loss but Liger's)
         whole = rules_packages_out(plan.workload.fixed) and "full" in given.objective_spec.losses

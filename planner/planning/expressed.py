@@ -96,6 +96,11 @@ def writers(workload: Workload) -> list[str]:
     return [name for name in written_by(workload.objective_spec.name) if name not in CONFIGS]
 
 
+def run_otherwise(setup: TrainSetup, runs: TrainSetup) -> list[str]:
+    """What a plan chose and a target that runs this instead does otherwise."""
+    return [name for name in changed_fields(setup, runs) if name not in (*NOT_PLANNED, "stack")]
+
+
 def unwritten(workload: Workload, setup: TrainSetup) -> str:
     """Why no target runs such a setup as it is, what the setup's own says or most of them do; "" where one does or
     targets were named."""
@@ -103,8 +108,7 @@ def unwritten(workload: Workload, setup: TrainSetup) -> str:
     for target in writers(workload) if not workload.targets else ():
         runs = as_run(target, setup, workload)
         if not isinstance(runs, str):
-            otherwise = [name for name in changed_fields(setup, runs) if name not in (*NOT_PLANNED, "stack")]
-            if not otherwise:
+            if not (otherwise := run_otherwise(setup, runs)):
                 return ""
             runs = f"{target} has another {', '.join(otherwise)}"
         reasons[runs] += 1 if target != setup.stack else len(TARGET_ROWS)

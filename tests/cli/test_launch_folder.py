@@ -137,6 +137,15 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
     }  # JSON has no comments; torchtitan has no Qwen2.5, Loggetta takes mixtures, torchtune's whole models in one step
 
 
+def test_the_first_files_do_what_the_plan_says(tmp_path: Path) -> None:
+    """TRL computes no loss but its own in chunks: of a plan with Liger's, the plain Trainer's files come first."""
+    options = RequestOptions(loss=["liger"], kernels=["liger"], method=["lora"])
+    plan = plan_workload(workload_for("Qwen/Qwen3-0.6B", "rtx-4090", options))
+    first, *others = launch_files(plan, None, tmp_path)
+    assert (first.target, first.differences) == ("hf", ())
+    assert next(launch for launch in others if launch.target == "trl").differences
+
+
 def test_another_targets_own_setup_is_what_its_install_line_is_for(tmp_path: Path) -> None:
     """xformers is Axolotl's alone: on a T4 the others attend otherwise, and have their files all the same."""
     options = RequestOptions(packing=True, method=["lora"], seq_len=1024)
