@@ -33,13 +33,13 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 
 
 def plan_request(name: str, gpu: str, *targets: str, num_gpus: int = 1, **fixed: tuple[object, ...]) -> Workload:
-    card = find_gpu(gpu)
+    card, model = find_gpu(gpu), loaded(name)
     return Workload(
-        model=loaded(name),
+        model=model,
         gpu=card,
         memory_bytes=card.memory_bytes,
         headroom_bytes=default_headroom_bytes(card.memory_bytes),
-        seq_len_tokens=2048,
+        seq_len_tokens=min(2048, model.max_position_embeddings or 2048),
         global_batch_seqs=32,
         fixed=fixed,
         targets=targets,
