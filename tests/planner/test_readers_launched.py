@@ -661,6 +661,15 @@ def test_a_program_may_set_the_allocator_itself() -> None:
     assert EXPANDABLE not in overrides(unsaid, {"expandable_segments": "false"}).assumptions
 
 
+@pytest.mark.parametrize("look", ["prepare_data.py", "rewards.py"])
+def test_what_looks_at_the_data_first_is_not_what_trains(look: str) -> None:
+    """Its config was read as the run's, without the launcher: GRPO under FSDP2 as DDP, 302 GiB for 69."""
+    config, spread = "model_name_or_path: gpt2\nmax_length: 512\n", "distributed_type: FSDP\nnum_processes: 2\n"
+    files = {look: "import sys\nprint(open(sys.argv[1]).read())\n", "sft.yaml": config, "acc.yaml": spread}
+    launch = f"python {look} sft.yaml\ntrl sft --config sft.yaml --accelerate_config acc.yaml\n"
+    assert read_text(launch, "run.sh", around=FileContext(written=files)).setup.parallel == "fsdp2"
+
+
 @pytest.mark.parametrize("words", ["True", "False"])
 def test_the_environment_of_a_config_of_trl_sets_the_allocator(words: str) -> None:
     """trl 1.16 `TrlParser.parse_args_and_config`, in the process that the launched ones have their environment from."""

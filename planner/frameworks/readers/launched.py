@@ -23,7 +23,7 @@ OTHER_ENGINES = ("verl", "openrlhf", "megatron", "nanotron", "mlx_lm", "mlx", "x
 FLAGS_OF = {"trl": trl.FORMAT, "llamafactory-cli": llamafactory.FORMAT}
 """Tools that take every setting as a flag -> the format that the flags are of."""
 NOT_TRAINING = re.compile(
-    r"^(?:run_?)?(?:eval|infer|generat|merge|convert|prepare|preprocess|download|test|plot|serve|setup)"
+    r"^(?:run_?)?(?:eval|infer|generat|merge|convert|prepare|preprocess|download|test|plot|serve|setup|rewards\.)"
 )
 OF_TRL = re.compile(rf"(?:^|/)(?:trl|examples)/scripts/({'|'.join(shell.TRL_COMMANDS)})\.py$")
 """TRL's own programs, which take what `trl` takes."""
@@ -160,7 +160,8 @@ class Launches:
                 return self._read(text, target, command, inside)
             except NotATraining as error:  # a wrapper around a tool: its words may say all
                 problem = error
-        if command.tool == "python" and (reading := self._of_words(command, inside)):
+        prepares = problem is not None and NOT_TRAINING.search(target.rpartition("/")[2])
+        if command.tool == "python" and not prepares and (reading := self._of_words(command, inside)):
             return reading
         if problem is not None:
             raise problem
