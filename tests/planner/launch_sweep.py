@@ -88,7 +88,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"num_gpus": 8, "parallel": "ddp", "tensor_degree": 2},
     {"num_gpus": 8, "parallel": "fsdp2", "context_degree": 4, "checkpointing": 1, "activation_offload": True},
     {"num_gpus": 16, "parallel": "fsdp2", "context_degree": 4, "shard_degree": 8},
-    {"num_gpus": 8, "parallel": "zero3", "context_degree": 8},
+    {"num_gpus": 8, "parallel": "zero3", "context_degree": 4},
     {"num_gpus": 4, "parallel": "none", "pipeline_degree": 4, "accumulation_steps": 8},
     {
         "num_gpus": 8, "parallel": "fsdp2", "pipeline_degree": 4, "pipeline_schedule": "gpipe",

@@ -3,6 +3,7 @@
 DeepSpeed's own parser and Accelerate's DeepSpeed plugin run in tools/validators/deepspeed.sh.
 """
 
+import json
 import os
 import re
 import shlex
@@ -117,6 +118,39 @@ def test_accelerates_plugins_read_the_sharding_that_was_planned(
                 assert mesh.total_size == setup.num_gpus
         accepted += 1
     assert accepted >= 7
+
+
+@pytest.mark.parametrize("target", ["trl", "hf"])
+def test_accelerate_hands_deepspeed_the_sequences_that_are_cut(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed 0.19 `_batch_assertion`: train_batch_size is micro-batch x accumulation x copies; Accelerate takes the
+    copies from its data-parallel sizes, transformers all GPUs for them. DeepSpeed 0.19.8 under TRL 1.16 on CPU, 30
+    November 2026: two processes with half a sequence each step like one (losses 4.4387, 4.5084, 3.9752, 3.4197); four
+    start so, until gloo's all-to-all of two groups, which PyTorch 2.13 sends to ranks of the whole."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils import ParallelismConfig
+    from accelerate.utils.launch import prepare_extend_env_parallelism_config
+
+    monkeypatch.setattr("accelerate.utils.launch.is_port_in_use", lambda port: False)
+    setup = TrainSetup(
+        method="full", lora_rank=0, precision="bf16-mixed", loss="full", num_gpus=8, parallel="zero3", context_degree=4
+    )
+    path = tmp_path / "accelerate.yaml"
+    for attention in ("sdpa", "flash-attention-2"):
+        launch = EXPORTERS[target](request(setup.replace(attention=attention)))
+        assert json.loads(named(launch, "deepspeed.json").text)["train_batch_size"] == "auto"
+        path.write_text(named(launch, "accelerate.yaml").text)
+        args = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+        args = _validate_launch_command(args)[0]
+        assert args.use_deepspeed
+        assert args.use_parallelism_config
+        with monkeypatch.context() as patch:
+            for name, value in prepare_extend_env_parallelism_config(args, {}).items():
+                patch.setenv(name, value)
+            mesh = ParallelismConfig()
+        assert (mesh.sp_size, mesh.data_parallel_size) == (setup.context_degree, setup.data_degree)
+        assert mesh.sp_handler.sp_attn_implementation in launch.files[0].text
 
 
 def test_torchrun_takes_every_command_that_names_it() -> None:

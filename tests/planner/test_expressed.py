@@ -175,8 +175,7 @@ def test_a_plan_says_what_no_file_can_and_no_mask_does(
 
 @pytest.mark.parametrize(
     ("name", "gpu", "num_gpus", "seq_len", "fixed"),
-    [  # what is fastest there and nobody's file: Ulysses, OFT, a hybrid with an encoder, each with a chunked loss
-        (LLAMA, "rtx-4090", 4, 65_536, {"context_degree": (4,)}),
+    [  # what is fastest there and nobody's file: OFT, a hybrid with an encoder, each with a chunked loss
         ("bigcode/starcoder2-7b", "v100-32gb", 1, 512, {"adapter": ("oft",)}),
         ("Qwen/Qwen3.5-4B", "rtx-4090", 1, 2048, {}),  # the plain script alone, which has no chunked loss
     ],

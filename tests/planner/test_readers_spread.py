@@ -126,8 +126,9 @@ def test_accelerate_follows_deepspeeds_own_file(tmp_path: Path) -> None:
         ' "offload_optimizer": {"device": "cpu"}}}'
     )
     text = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {deepspeed_config_file: configs/ds.json}\n"
+    text += "parallelism_config: {parallelism_config_sp_size: 2}\n"
     setup = read_text(text, "accelerate.yaml", base=BASE, around=FileContext(roots=(tmp_path,))).setup
-    assert (setup.num_gpus, setup.parallel, setup.offload) == (4, "zero3", "parameters")
+    assert (setup.num_gpus, setup.parallel, setup.offload, setup.context_degree) == (4, "zero3", "parameters", 2)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Accelerate's launch config (`accelerate launch --config_file FILE`), for one GPU or many. Accelerate 1.15."""
 
 from planner.frameworks.exporters import deepspeed
-from planner.frameworks.exporters.common import family_refusal
+from planner.frameworks.exporters.common import attention_line, family_refusal
 from planner.frameworks.exporters.several_gpus import (
     PER_NODE,
     accelerate_flags,
@@ -100,7 +100,7 @@ def _sections(request: ExportRequest, folder: str) -> list[Section]:
             config["zero3_init_flag"] = setup.quantization == "none"
         if request.num_nodes > 1:
             config["deepspeed_multinode_launcher"] = "standard"  # torchrun's rendezvous instead of ssh
-        blocks.append(section("sharding", Line("deepspeed_config", config)))
+        blocks.append(section("sharding", Line("deepspeed_config", config), _ulysses(request)))
     return blocks
 
 
@@ -125,3 +125,22 @@ def _mesh(setup: TrainSetup) -> Line | None:
         return Line("parallelism_config", sizes, "hybrid sharding: copies over the groups")
     sizes |= {"parallelism_config_cp_size": degree, "parallelism_config_cp_comm_strategy": "allgather"}
     return Line("parallelism_config", sizes, f"every sequence is cut over {degree} GPUs")
+
+
+def _ulysses(request: ExportRequest) -> Line | None:
+    """DeepSpeed's sequence parallelism; its attention is the one that the model was loaded with, by the same name.
+
+    Source: accelerate 1.15 `Accelerator._prepare_deepspeed` (train_batch_size: micro-batch x accumulation x dp sizes);
+    DeepSpeed 0.19 `UlyssesSPAttentionHF.register_with_transformers`; TRL's alst_ulysses_4gpu.yaml.
+    """
+    setup, kernel = request.setup, attention_line(request)
+    if setup.context_degree == 1 or kernel is None:
+        return None
+    sizes: dict[str, object] = {
+        "parallelism_config_dp_shard_size": setup.data_degree,
+        "parallelism_config_sp_size": setup.context_degree,
+        "parallelism_config_sp_backend": "deepspeed",
+        "parallelism_config_sp_seq_length_is_variable": True,
+        "parallelism_config_sp_attn_implementation": kernel.value,
+    }
+    return Line("parallelism_config", sizes, f"every sequence is cut over {setup.context_degree} GPUs")

@@ -74,7 +74,8 @@ def engine_config(setup: TrainSetup, *, bucket_elements: int, max_grad_norm: flo
     if setup.offload == "parameters":
         zero["offload_param"] = HOST
     return {
-        "train_batch_size": setup.global_batch_seqs,
+        # of cut sequences transformers and Accelerate count the copies each otherwise, and fill it in
+        "train_batch_size": setup.global_batch_seqs if setup.context_degree == 1 else "auto",
         "train_micro_batch_size_per_gpu": setup.micro_batch_seqs,
         "gradient_accumulation_steps": setup.accumulation_steps,
         "gradient_clipping": max_grad_norm,

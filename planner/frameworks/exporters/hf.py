@@ -110,8 +110,6 @@ def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
     scored = setup.objective_spec.head == "score"
     auto = "AutoModelForSequenceClassification" if scored else "AutoModelForCausalLM"
     parts.append(imported(request, auto, "AutoTokenizer", "Trainer", "TrainingArguments"))
-    if _ulysses(setup):
-        parts.append("from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig\n")
     parts.append("\n" + constants(request))
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
@@ -310,7 +308,6 @@ def argument_lines(request: ExportRequest, setup: TrainSetup, more: Sequence[Lin
         *common.kernels_lines(setup, request.model),
         Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
         *several_gpus.sync_lines(setup),
-        *_ulysses(setup),
         setting_line(SCRIPT, setup, "compile") if setup.compile else None,
         Line("seed", hyper.seed),
         Line("logging_steps", request.logging_steps),
@@ -319,19 +316,6 @@ def argument_lines(request: ExportRequest, setup: TrainSetup, more: Sequence[Lin
         *more,
         *common.saving_lines(request),
     ]
-
-
-def _ulysses(setup: TrainSetup) -> list[Line]:
-    """DeepSpeed's sequence parallelism, which no file of `accelerate launch` can ask for.
-
-    Source: accelerate 1.15 `commands/launch.py` ("You cannot use `--use_parallelism_config` without `--use_fsdp`").
-    """
-    if setup.context_degree == 1 or setup.uses_ring_attention:
-        return []
-    kernel = {"sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}[setup.attention]
-    handler = f'DeepSpeedSequenceParallelConfig(sp_attn_implementation="{kernel}")'
-    config = f'ParallelismConfig(sp_backend="deepspeed", sp_size={setup.context_degree}, sp_handler={handler})'
-    return [Line("parallelism_config", Code(config), "every sequence is cut over so many GPUs")]
 
 
 def run(trainer: str, processing: str, then: str = "", rows: str = "rows") -> str:

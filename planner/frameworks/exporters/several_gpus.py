@@ -46,7 +46,7 @@ def context_refusal(setup: TrainSetup, tool: str, *, ring: bool = False, ulysses
         return ""
     if setup.uses_ring_attention:
         return f"{tool} is not written with PyTorch's context parallelism (trl, hf and torchtitan are)"
-    return f"{tool} is not written with DeepSpeed's Ulysses (hf is)"
+    return f"{tool} is not written with DeepSpeed's Ulysses (trl and hf are)"
 
 
 def tensor_refusal(setup: TrainSetup, tool: str) -> str:

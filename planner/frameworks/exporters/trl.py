@@ -81,7 +81,9 @@ def file_of(setup: TrainSetup) -> str:
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     tool = "trl sft"
-    if reason := several_gpus.tensor_refusal(setup, tool) or several_gpus.context_refusal(setup, tool, ring=True):
+    if reason := several_gpus.tensor_refusal(setup, tool) or several_gpus.context_refusal(
+        setup, tool, ring=True, ulysses=True
+    ):
         return reason
     if setup.parallel == "dp":
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"

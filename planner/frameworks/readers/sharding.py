@@ -334,6 +334,7 @@ def _layout(settings: Settings, kind: str, processes: int) -> tuple[Layout, dict
             optimizer=block.text("offload_optimizer_device", "none"),
             parameters=block.text("offload_param_device", "none"),
         )
+    layout |= cut_sequences(settings, _parallelism(settings), layout)
     steps = block.raw("gradient_accumulation_steps", "auto")
     if steps == "auto":
         return layout, {}
@@ -345,14 +346,14 @@ def num_processes(settings: Settings) -> int:
     return settings.integer("num_processes", 1) or settings.outside.num_gpus
 
 
-def _mesh(settings: Settings, processes: int) -> Layout:
+def _parallelism(settings: Settings) -> Settings:
     block = settings.mapping("parallelism_config")
-    inner = Settings(
-        {str(key).removeprefix("parallelism_config_"): value for key, value in block.items()},
-        f"{settings.name}: parallelism_config",
-    )
-    if inner.integer("sp_size", 1, at_least=1) > 1:
-        settings.approximate("sp_size splits sequences over GPUs: counted whole")
+    values = {str(key).removeprefix("parallelism_config_"): value for key, value in block.items()}
+    return Settings(values, f"{settings.name}: parallelism_config")
+
+
+def _mesh(settings: Settings, processes: int) -> Layout:
+    inner = _parallelism(settings)
     if inner.text("cp_comm_strategy", "allgather") != "allgather":
         settings.approximate("keys that go from GPU to GPU one by one are counted as if all were gathered")
     sizes = {key: inner.integer(f"{key}_size", 1, at_least=1) for key in ("dp_shard", "dp_replicate", "tp", "cp")}
