@@ -140,7 +140,7 @@ def test_the_second_target_has_to_fit_as_well() -> None:
         (plan_request(LLAMA, "t4", "trl", method=("qlora",)), "loss scaler cannot unscale"),
         (plan_request(LLAMA, "rtx-4090", "trl", loss=("full",)), "TRL 1.16 always computes the loss in chunks"),
         (
-            plan_request("openai-community/gpt2", "a100-80gb", "torchtitan", num_gpus=2, parallel=("ddp",)),
+            plan_request("bigcode/starcoder2-7b", "a100-80gb", "torchtitan", num_gpus=2, parallel=("ddp",)),
             "not this model",
         ),
     ],
