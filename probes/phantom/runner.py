@@ -31,13 +31,20 @@ from probes.phantom.imports import sitecustomize
 
 _KEEPER = "import sys; sys.path.append({root!r}); from probes.phantom.isolation import main; main()"
 NOTEBOOK = ".ipynb"
-_KERNEL = """import builtins, linecache, sys
+_KERNEL = """import builtins, contextlib, linecache, sys
+from unittest.mock import MagicMock
 sys.path[0], builtins.display = "", print
+colab, kaggle = sys.modules["google.colab"], sys.modules["kaggle_secrets"] = MagicMock(), MagicMock()
+colab.userdata.get.return_value = kaggle.UserSecretsClient().get_secret.return_value = ""
+with contextlib.suppress(ImportError):
+    import huggingface_hub
+    huggingface_hub.login = huggingface_hub.notebook_login = MagicMock()
 for name, code in {cells!r}:
     linecache.cache[name] = (len(code), None, code.splitlines(True), name)
     exec(compile(code, name, "exec"))
 """
-"""A notebook's cells, one after the other: imports look where the kernel's would, and lines are known by their cell."""
+"""A notebook's cells, one after the other: imports look where the kernel's would, lines are known by their cell, nobody
+logs in, and what Colab and Kaggle have beside Python gives nothing."""
 GUARDED = (VARIABLE, "CUDA_VISIBLE_DEVICES")
 """What a Python below must know even where it was started without its environment."""
 OFFLINE = {

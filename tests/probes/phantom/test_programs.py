@@ -462,6 +462,7 @@ def _bytes() -> Any:
 def test_a_notebooks_cells_run_in_its_place(tmp_path: Path) -> None:
     """Imports look in the folder, as a kernel's do, and a cell's lines keep their numbers."""
     cells = ["!pip install x\nimport trl_beside\n", "%%bash\nls\n"]
+    cells.append("from google.colab import userdata\nfrom huggingface_hub import login\nlogin(userdata.get('HF'))\n")
     cells.append("def f():\n    return 1 / 0\nprint(trl_beside.A)\n\nf()\n")
     codes = [{"cell_type": "code", "source": code} for code in cells]
     (tmp_path / "my trl.ipynb").write_text(json.dumps({"cells": codes}))
@@ -474,4 +475,4 @@ def test_a_notebooks_cells_run_in_its_place(tmp_path: Path) -> None:
     Path(word).write_text(scripts[place])
     ran = subprocess.run([sys.executable, word], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.stdout == "beside\n"
-    assert 'File "my trl.ipynb:cell 3", line 2, in f' in ran.stderr
+    assert 'File "my trl.ipynb:cell 4", line 2, in f' in ran.stderr
