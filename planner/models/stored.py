@@ -66,6 +66,15 @@ def _bits(stored: Mapping[str, object]) -> str:
     return "nf4-double" if stored.get("bnb_4bit_use_double_quant") else "nf4"
 
 
+def packed_refusal(model: ModelSpec) -> str:
+    """Why no launch file trains a checkpoint, "" where one does: stored in a form that is neither bitsandbytes' nor
+    unpacked at loading, it loads in another memory than is planned, by a package that no file installs."""
+    method = stored_method(model)
+    if not method or stored_bits(model) or dequantizing_class(model):
+        return ""
+    return f"{model.model_id} is stored in {method}, as which it would load: name the original model, in 16 bits"
+
+
 PACKED = ("awq", "gptq", "auto-round", "autoround")
 """`quant_method` of checkpoints that transformers loads packed, and peft trains adapters on."""
 

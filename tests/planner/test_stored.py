@@ -137,3 +137,21 @@ def test_a_base_of_which_nothing_is_quantized_is_not_planned_quantized() -> None
 def test_a_strange_list_is_no_list(names: object) -> None:
     model = published("meta-llama/Llama-3.1-8B", {**DYNAMIC, "llm_int8_skip_modules": names})
     assert model.layer_kinds == loaded("meta-llama/Llama-3.1-8B").layer_kinds
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        {"bits": 4, "group_size": 64},  # MLX
+    ],
+    ids=lambda stored: stored.get("quant_method", "mlx"),
+)
+def test_no_file_names_a_checkpoint_that_loads_packed(stored: dict[str, object]) -> None:
+    """The plan is of 16-bit weights; the file would load others, by a package that nothing installs."""
+    config = {**loaded("meta-llama/Llama-3.2-1B").config, "quantization_config": stored}
+    model = spec_from_config(config, model_id="./packed", source="a test")
+    for target in ("trl", "hf", "axolotl", "llamafactory", "unsloth"):
+        assert "name the original model" in EXPORTERS[target](request(LORA, model=model)).refused

@@ -18,7 +18,7 @@ from planner.memory.attention_kernels import (
     left_unnamed,
 )
 from planner.models.spec import ModelSpec
-from planner.models.stored import stored_refusal
+from planner.models.stored import packed_refusal, stored_refusal
 from planner.models.targets import peft_target_modules
 from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
 from planner.options.optimizers import OPTIMIZERS
@@ -214,7 +214,7 @@ def model_refusal(setup: TrainSetup, model: ModelSpec | None, tool: str) -> str:
     if "causal" in model.lacks and setup.images is None and not heads:
         return f"launch files train causal language models on text; {model.model_type} is built as {model.built_class}"
     attention = attention_refusal(model, setup.attention) or hub_refusal(model, setup.attention)
-    return attention or class_refusal(model, setup) or stored_refusal(setup, model)
+    return attention or class_refusal(model, setup) or stored_refusal(setup, model) or packed_refusal(model)
 
 
 def data_constants(request: ExportRequest, target: str = "hf") -> str:
