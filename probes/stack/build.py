@@ -121,18 +121,29 @@ def build_reference(
 
 def auto_class(config: Any, head: Head = "vocabulary", *, seeing: bool = False) -> Any:
     """The class of transformers that builds this configuration with such a head. Over the vocabulary: what answers
-    about images where pictures are `seeing`, else causal where there is one, else the former, else what fills masks."""
+    about images where pictures are `seeing`, else causal where there is one, else what sees or hears beside text, else
+    what fills masks.
+
+    Raises:
+        ValueError: there is none.
+    """
     import transformers
 
     if head == "none":
         return transformers.AutoModel
     if head == "score":
         return transformers.AutoModelForSequenceClassification
-    if config.is_encoder_decoder:
-        return transformers.AutoModelForSpeechSeq2Seq if has_audio(config) else transformers.AutoModelForSeq2SeqLM
     causal, vision_encoders = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-    order = (vision_encoders,) if seeing else (causal, vision_encoders, transformers.AutoModelForMaskedLM)
-    return next((auto for auto in order if type(config) in auto._model_mapping), causal)
+    halves = transformers.AutoModelForSpeechSeq2Seq if has_audio(config) else transformers.AutoModelForSeq2SeqLM
+    others = (vision_encoders, transformers.AutoModelForMultimodalLM)
+    # AutoModelForSeq2SeqLM has decoders that hear, too
+    order = (
+        (halves, *others) if config.is_encoder_decoder else (causal, *others, transformers.AutoModelForMaskedLM, halves)
+    )
+    order = (vision_encoders,) if seeing else order
+    if auto := next((auto for auto in order if type(config) in auto._model_mapping), None):
+        return auto
+    raise ValueError(f"transformers has no class of {config.model_type} that answers in text")
 
 
 def bare_model(

@@ -69,9 +69,15 @@ def num_layers(config: Any) -> int:
 
 
 def _half_fields(config: Any) -> tuple[str, str]:
-    """The names of the fields that hold the layers of an encoder-decoder's halves."""
-    pairs = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
-    return next(pair for pair in pairs if all(isinstance(getattr(config, name, None), int) for name in pair))
+    """The names of the fields that hold the layers of an encoder-decoder's halves.
+
+    Raises:
+        ValueError: there are none (halves with configurations of their own).
+    """
+    for pair in (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers")):
+        if all(isinstance(getattr(config, name, None), int) for name in pair):
+            return pair
+    raise ValueError(f"{config.model_type}: no fields tell the layers of both halves")
 
 
 def unequal_halves(config: Any) -> bool:
@@ -144,8 +150,12 @@ def layers_of(model: Any) -> list[Any]:
     from torch import nn
 
     if model.config.is_encoder_decoder:
-        halves = (model.get_encoder(), model.get_decoder())
-        return [layer for half in halves for layer in getattr(half, "layers", None) or half.block]
+        parts = [
+            getattr(half, "layers", getattr(half, "block", ())) for half in (model.get_encoder(), model.get_decoder())
+        ]
+        if not all(parts):
+            raise ValueError(f"{model.config.model_type}: no list of layers in both halves")
+        return [layer for part in parts for layer in part]
     lists: list[tuple[str, Any]] = [
         (name, module)
         for name, module in model.named_modules()

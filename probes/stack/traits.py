@@ -23,7 +23,7 @@ def norm_kind(module: nn.Module, size: int) -> NormKind:
     try:
         with torch.no_grad(), torch.device("cpu"):
             subtracts = bool(norm(torch.ones(1, size)).abs().max() < 0.5)
-    except (TypeError, AttributeError, RuntimeError):
+    except (TypeError, AttributeError, RuntimeError, ValueError):
         subtracts = "LayerNorm" in type(module).__name__
     return "layer" if subtracts else "rms"
 

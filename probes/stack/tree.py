@@ -88,7 +88,7 @@ def spec_of_model(model: Any, raw_config: Mapping[str, Any], *, model_id: str, s
         layer_kinds=kinds,
         layer_order=order,
         head=_linear(_name_of(model, head) if halves else "lm_head", head, "other"),
-        tied=head.weight is table.weight,
+        tied=any(head.weight is module.weight for module in model.modules() if isinstance(module, nn.Embedding)),
         **_outside(model, inside, [path for path, _ in stacks], hidden, unseen),
         is_encoder_decoder=halves,
         front_end=front_end,

@@ -46,6 +46,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _TEXT = {**SIZES, "intermediate_size": 1536, "num_key_value_heads": 2}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}}
+_EAR = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
 _VIT = {"depth": 2, "embed_dim": 64, "hidden_size": 512, "num_heads": 4}
 WITH_IMAGES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"text_config": {**_TEXT, **_ROPE}, "vision_config": _VIT},
@@ -62,10 +63,17 @@ WITH_IMAGES: dict[str, dict[str, Any]] = {
     "mistral3": {"text_config": {"model_type": "mistral", **_TEXT, "head_dim": 64}},
     "mllama": {"text_config": {**_TEXT, "cross_attention_layers": [], "pad_token_id": 0}},
     "ministral3": {**_TEXT, "head_dim": 64},
+    "qwen2_audio": {"text_config": {"model_type": "qwen2", **_TEXT}, "audio_config": _EAR},
+    "granite_speech": {
+        "text_config": {"model_type": "granite", **_TEXT},
+        "encoder_config": {"hidden_dim": 64, "num_layers": 2, "num_heads": 2, "dim_head": 32},
+        "projector_config": {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2,
+                             "num_hidden_layers": 1, "encoder_hidden_size": 64},
+    },
     "modernbert": {**SIZES, "intermediate_size": 1536, "pad_token_id": 0},
     "bert": {**SIZES, "intermediate_size": 1536},
 }  # fmt: skip
-"""Models with an encoder, or that fill masks: their text side is planned, the encoder's weights lie idle."""
+"""Models that see or hear, or that fill masks: their text side is planned, the encoder's weights lie idle."""
 OTHERWISE = {"gemma3", "gemma4"}
 """Of them the tree does not say what an encoder is."""
 
@@ -127,6 +135,16 @@ def test_a_model_that_sees_images_is_counted_whole(name: str) -> None:
     assert encoder == sum(
         isinstance(module, torch.nn.Linear) for path, module in model.named_modules() if _IDLE.search(path)
     )
+
+
+def test_a_head_may_share_the_table_of_the_decoder_alone() -> None:
+    """T5Gemma's halves have a table each."""
+    half = {**_TEXT, "head_dim": 64}
+    config = {"model_type": "t5gemma", "encoder": half, "decoder": {**half, "is_decoder": True}, "vocab_size": 8000}
+    model = bare_model(load_config(config), torch.bfloat16, "eager")
+    spec = spec_of_tree(config, model_id="m", source="s")
+    assert spec.tied
+    assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_layers_that_look_at_pictures_lie_idle_in_text_alone() -> None:
