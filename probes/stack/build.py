@@ -136,11 +136,9 @@ def auto_class(config: Any, head: Head = "vocabulary", *, seeing: bool = False) 
     causal, vision_encoders = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     halves = transformers.AutoModelForSpeechSeq2Seq if has_audio(config) else transformers.AutoModelForSeq2SeqLM
     others = (vision_encoders, transformers.AutoModelForMultimodalLM)
-    # AutoModelForSeq2SeqLM has decoders that hear, too
-    order = (
-        (halves, *others) if config.is_encoder_decoder else (causal, *others, transformers.AutoModelForMaskedLM, halves)
-    )
-    order = (vision_encoders,) if seeing else order
+    order: tuple[Any, ...] = (causal, *others, transformers.AutoModelForMaskedLM, halves)  # those of halves: some hear
+    if seeing or config.is_encoder_decoder:
+        order = (vision_encoders,) if seeing else (halves, *others)
     if auto := next((auto for auto in order if type(config) in auto._model_mapping), None):
         return auto
     raise ValueError(f"transformers has no class of {config.model_type} that answers in text")
