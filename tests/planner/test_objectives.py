@@ -38,7 +38,7 @@ from planner.speed.roofline.types import WITHOUT_GRADIENTS
 from planner.speed.several_gpus.speed import layout_step_time
 from reports.check import value_words
 from reports.setup_text import batch_words
-from tests.planner.helpers import loaded, plan_request, planned
+from tests.planner.helpers import loaded, plan_request, planned, refusal_of
 
 OTHERS = [name for name in OBJECTIVES if name != DEFAULT]
 UNLIKE = [name for name in OTHERS if not OBJECTIVES[name].supervised]
@@ -539,6 +539,9 @@ def test_a_server_is_started_on_one_more_gpu_and_ended_with_the_run() -> None:
     fixed = {"objective": ("grpo",), "rollout": (Rollout(generator="vllm-server"),)}
     with pytest.raises(UsageError, match="90% of the card"):
         plan_workload(PlanRequest(fixed=fixed).workload(loaded("meta-llama/Llama-3.1-70B"), find_gpu("h100-sxm")))
+    gpu, fixed = find_gpu("h100-sxm"), {"objective": ("grpo",), "method": ("full",)}  # beside a 32B no vLLM fits
+    refused = refusal_of(PlanRequest(fixed=fixed).workload(loaded("Qwen/Qwen2.5-32B"), gpu, make_cluster(gpu, 8)))
+    assert any(remedy.action.startswith("--generator vllm-server (one more card)") for remedy in refused.remedies)
 
 
 def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None:

@@ -363,13 +363,17 @@ LEAST_EDGE = 112
 
 
 def _opt_in(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
-    """The first by which something fits of what no plan takes unasked: FlexAttention, and programs."""
+    """The first by which something fits of what no plan takes unasked: a vLLM server, FlexAttention, and programs."""
     if workload.targets:
         return
     programs = filter(taken_when_asked, workload.objective_spec.targets)
     requests = [(f"--target {name}", replace(workload, targets=(name,))) for name in programs]
     if "attention" not in workload.fixed and not attention_refusal(workload.model, FLEX):
         requests.insert(0, (f"--attention {FLEX}", replace(workload, fixed={**workload.fixed, "attention": (FLEX,)})))
+    rollouts = workload.fixed.get("rollout") or (nearest.setup.rollout_settings,)
+    if workload.objective_spec.rolls_out and ("rollout" not in workload.fixed or len(rollouts) > 1):
+        served = {**workload.fixed, "rollout": (replace(rollouts[0], generator="vllm-server"),)}
+        requests.insert(0, ("--generator vllm-server (one more card)", replace(workload, fixed=served)))
     for words, request in requests:
         with suppress(UsageError):  # it expresses nothing that the options allow
             if remedy := _fitting(request, nearest.formula.peak_device_bytes, words, speed=True):
