@@ -10,6 +10,7 @@ import pytest
 
 from finetune_planner.cli.app import run as plan
 from finetune_planner.cli.check import candidates
+from planner.frameworks.readers.program.source import tree_of
 from planner.setup.outcome import Fidelity, speed_level
 from tests.reports.factories import make_candidate
 
@@ -150,3 +151,14 @@ def test_a_launch_that_is_given_up_answers_for_nothing_it_names(tmp_path: Path, 
     assert broken.startswith("unreadable")
     assert "broken.py: " in broken
     assert ["as run.sh starts it: " in line for line in others] == [True, False]
+
+
+def test_a_module_that_many_programs_import_is_parsed_once(tmp_path: Path, run: Run) -> None:
+    """Of a repository the same modules are read for program after program."""
+    for number in range(60):
+        above = f"from m{number - 1} import A\n" if number % 30 else ""
+        (tmp_path / f"m{number}.py").write_text(f"{above}A = {number}  # {tmp_path}\n")
+        (tmp_path / f"p{number}.py").write_text(f"import m{number}  # {tmp_path}\n")
+    before = tree_of.cache_info().misses
+    run(str(tmp_path), "--gpu", "rtx-3060")
+    assert tree_of.cache_info().misses - before <= 120

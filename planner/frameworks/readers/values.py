@@ -102,13 +102,14 @@ class FileContext:
         if not self.roots or Path(value).is_absolute() or value.startswith("~"):
             return None
         tops = [root.absolute() for root in self.roots]
-        places = [Path(os.path.normpath(root / value)) for root in tops]
-        candidates = [path for path in places if any(path.is_relative_to(top) for top in tops)]
+        candidates = [os.path.normpath(root / value) for root in tops]
+        if ".." in Path(value).parts:
+            candidates = [path for path in candidates if any(Path(path).is_relative_to(top) for top in tops)]
         if value.endswith(".py"):  # packages may lie in `src`
-            candidates += [root / "src" / value for root in tops]
+            candidates += [os.path.join(root, "src", value) for root in tops]
         if ".." not in Path(value).parts and not exact:
-            candidates += [root / Path(value).name for root in (*tops[:2], tops[-1])]
-        file = next((path for path in candidates if path.is_file() and not path.is_symlink()), None)
+            candidates += [os.path.join(root, Path(value).name) for root in (*tops[:2], tops[-1])]
+        file = next((Path(path) for path in candidates if os.path.isfile(path) and not os.path.islink(path)), None)
         self.read.update([file] if file is not None else ())
         return file
 

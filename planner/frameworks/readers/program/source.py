@@ -95,7 +95,7 @@ def _joined(cells: Mapping[int, str]) -> str:
     return "\n".join(line for code in cells.values() for line in code.splitlines()) + "\n"
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def tree_of(text: str) -> ast.Module:
     """The tree of a program or of a module beside it. It is asked for at least twice: for its model's name, then with
     that model at hand; and once more for every way of a condition that nothing decides."""
@@ -140,7 +140,7 @@ def _without_magics(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def parsable(text: str) -> str:
     """The text without what this Python (before 3.12) cannot read: quotes nested in f-strings, names for types."""
     return _readable(text, text)
@@ -150,7 +150,7 @@ def _readable(text: str, otherwise: str) -> str:
     """`parsable`; `otherwise` where no Python reads it."""
     for _ in range(MAX_REPAIRS):
         try:
-            ast.parse(text)
+            tree_of(text)
         except SyntaxError as error:
             lines = text.splitlines(keepends=True)
             if error.lineno is None or not 0 < error.lineno <= len(lines):
