@@ -367,9 +367,7 @@ def exact(hint: str, file: Path, card: str, words: Sequence[str] = ()) -> str:
     if file.suffix == ".py":
         return hint.replace(ANY, f"{traced} {_python(file, words)}")
     if file.suffix == ".ipynb":
-        script = shlex.quote(str(file.with_suffix(".py")))
-        converted = f"jupyter nbconvert --to script {shlex.quote(str(file))} && {traced} python {script}"
-        return hint.replace(ANY, converted)
+        return hint.replace(ANY, f"{traced} {shlex.quote(str(file))}")
     return hint.replace("plan trace --", traced)
 
 

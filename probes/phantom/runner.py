@@ -33,7 +33,7 @@ _KEEPER = "import sys; sys.path.append({root!r}); from probes.phantom.isolation 
 NOTEBOOK = ".ipynb"
 _KERNEL = """import builtins, contextlib, linecache, sys
 from unittest.mock import MagicMock
-sys.path[0], builtins.display = "", print
+sys.path[0], builtins.display = {folder!r}, print
 colab, kaggle = sys.modules["google.colab"], sys.modules["kaggle_secrets"] = MagicMock(), MagicMock()
 colab.userdata.get.return_value = kaggle.UserSecretsClient().get_secret.return_value = ""
 with contextlib.suppress(ImportError):
@@ -105,7 +105,7 @@ def _with_scripts(order: TraceOrder, folder: Path) -> tuple[list[str], dict[str,
             for (cell, _), line in zip(source.origin, source.text.splitlines(keepends=True), strict=False):
                 name = f"{notebook.name}:cell {cell}"
                 cells[name] = cells.get(name, "") + line
-            scripts[place] = _KERNEL.format(cells=list(cells.items()))
+            scripts[place] = _KERNEL.format(folder=str(notebook.parent.absolute()), cells=list(cells.items()))
             word = str(folder / place)
         words.append(word)
     return words, scripts
