@@ -157,7 +157,7 @@ def adapter_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> A
 
 
 class WeightCasts(NamedTuple):
-    """Copies of fp32 matrices.
+    """Copies of matrices of another type than autocast's.
 
     Attributes:
         size_bytes: of all matrices, of those that train alone where others do not.
@@ -182,7 +182,7 @@ class WeightCasts(NamedTuple):
 def weight_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> WeightCasts:
     """The 16-bit copies that autocast makes of a setup's matrices.
 
-    Trained ones are cached until the forward ends and kept by the graph where nothing is recomputed; frozen ones are
+    Trained ones of fp32 are cached until the forward ends and kept by the graph where nothing is recomputed; others are
     not cached, but the graph keeps each of them. The head's copy belongs to the loss chain. Grouped multiplication of
     stacked experts is not on autocast's list; Llama 4's batched one is: its frozen copies are counted with the
     experts, as a recomputed layer holds them too.
@@ -195,8 +195,9 @@ def weight_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> We
         )
     trained = setup.method == "full"
     batched = model.traits.dense_experts and trained
-    if dtypes.autocast is None or setup.quantized or dtypes.table != "fp32":
+    if dtypes.autocast in (None, dtypes.table) or setup.quantized:
         return WeightCasts()
+    cached = trained and dtypes.table == "fp32"
     copied = decoder_alone(model) if setup.frozen_encoder else model
     each = [
         2 * sum(linear.num_weights for linear in layer.linears if linear.module != "parameter" or batched)
@@ -205,8 +206,8 @@ def weight_casts(model: ModelSpec, setup: TrainSetup, dtypes: DtypePolicy) -> We
     if trained and setup.trained_layers:
         reached = copied.layer_order[frozen_below(model, setup) :]
         frozen = sum(each[kind] for kind in reached if copied.layer_kinds[kind].frozen)
-        return WeightCasts(sum(each[kind] for kind in reached) - frozen, frozen, trained=True)
-    return WeightCasts(sum(each[kind] for kind in copied.layer_order), trained=trained)
+        return WeightCasts(sum(each[kind] for kind in reached) - frozen, frozen, trained=cached)
+    return WeightCasts(sum(each[kind] for kind in copied.layer_order), trained=cached)
 
 
 # Activations of one micro-batch over all layers: what is kept, what is recomputed, what is there for a moment.

@@ -146,5 +146,9 @@ def _convolved(
     )
     if tower_setup.method != "full":
         return frozen
-    casts = SIZE_BYTES[dtypes.autocast] * encoder.num_other_params if dtypes.autocast and dtypes.table == "fp32" else 0
+    casts = (
+        SIZE_BYTES[dtypes.autocast] * encoder.num_other_params
+        if dtypes.autocast and dtypes.autocast != dtypes.table
+        else 0
+    )
     return replace(frozen, stored=frames * sizes.kept + casts, forward=0, backward=(frames * sizes.backward,))

@@ -218,7 +218,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         hidden_bytes=SIZE_BYTES[dtypes.residual],
         head_trained=setup.trains_everything or bool(set(setup.modules_to_save) & set(SAVED_HEADS)),
         softcap=model.logit_softcap,
-        head_cast=dtypes.autocast is not None and dtypes.table == "fp32",
+        head_cast=dtypes.autocast not in (None, dtypes.table),
         upcast=by.upcasts_logits and not model.is_encoder_decoder,
         narrow=model.is_encoder_decoder and dtypes.autocast is not None,
         chunks=by.num_chunks(setup.tokens_per_micro_batch),

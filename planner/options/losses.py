@@ -43,7 +43,7 @@ class LossShape:
         logit_bytes, hidden_bytes: size of one logit, and of one element of the hidden states.
         head_trained: whether the head's weight has a gradient.
         softcap: logits are squashed by a scaled tanh.
-        head_cast: autocast copies an fp32 head to 16 bit.
+        head_cast: autocast copies the head, which is of another type.
         upcast: the full loss is computed in fp32; that of an encoder-decoder's own class is not.
         narrow: of such a class under autocast, which widens what comes between log-softmax and loss alone (PyTorch
             `cross_entropy_loss` names the type of its log-softmax).

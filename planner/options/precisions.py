@@ -44,6 +44,7 @@ _ROWS = (
     Precision(name="fp16-autocast", weights="fp16", autocast="fp16", offered=True, trains_weights=False),
     Precision(name="fp16-mixed", weights="fp32", autocast="fp16", offered=True, trains_weights=True),
     Precision(name="fp16-bf16-autocast", weights="fp16", autocast="bf16", offered=False, trains_weights=True),
+    Precision(name="bf16-fp16-autocast", weights="bf16", autocast="fp16", offered=False, trains_weights=True),
     Precision(name="fp16-pure", weights="fp16", autocast=None, offered=False, trains_weights=False),
 )
 PRECISIONS: Mapping[str, Precision] = {row.name: row for row in _ROWS}

@@ -168,8 +168,8 @@ PRECISIONS = tuple(name for name, row in _PRECISIONS.items() if row.offered)
 """fp32; bf16-pure: bf16 weights, no autocast; bf16-autocast: bf16 weights under autocast; bf16-mixed: fp32 weights
 under autocast; fp16-autocast: frozen fp16 weights under autocast with loss scaling (adapters only: a scaler cannot
 unscale fp16 gradients); fp16-mixed: fp32 weights under fp16 autocast with loss scaling. A setup of anybody's, which no
-plan chooses, may also be fp16-pure (frozen fp16 weights without autocast) or fp16-bf16-autocast (fp16 weights under
-bf16 autocast)."""
+plan chooses, may also be fp16-pure (frozen fp16 weights without autocast), fp16-bf16-autocast (fp16 weights under
+bf16 autocast) or bf16-fp16-autocast (the reverse)."""
 QUANTIZATIONS = ("none", "int8", "nf4", "nf4-double")
 OPTIMIZERS = tuple(_OPTIMIZERS)
 XFORMERS = "xformers"

@@ -64,6 +64,12 @@ def test_what_is_done_to_the_model_or_trainer_counts(name: str) -> None:
     assert (getattr(config.setup, field), config.missing) == (value, ())
 
 
+def test_fp16_asked_of_a_bf16_base_keeps_both_types() -> None:
+    train = TRAIN.replace("max_length=512", "max_length=512, fp16=True, bf16=False")
+    assert read(more=", peft_config=LoraConfig()", train=train).setup.precision == "bf16-fp16-autocast"
+    assert read(train=train).setup.precision == "fp16-mixed"
+
+
 def test_liger_put_in_by_the_program_counts() -> None:
     train = "Trainer(model, TrainingArguments(bf16=True)).train()\nblock_size = 512"
     assert [read(before, train=train).setup.loss for before in ("", "apply_liger_kernel_to_llama()\n")] == [

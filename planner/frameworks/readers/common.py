@@ -156,12 +156,11 @@ def precision(settings: Settings, weights: str, autocast: str | None, method: st
             "unscale fp16 gradients)",
             hint="load the weights in float32",
         )
+    if (weights, autocast, method) == ("bf16", "fp16", "full"):
+        settings.assume("bf16 weights under fp16 autocast are counted as fp16-mixed")
+        return "fp16-mixed"
     if (weights, autocast) in PRECISIONS:
         return PRECISIONS[(weights, autocast)]
-    if (weights, autocast) == ("bf16", "fp16"):
-        counted = "fp16-mixed" if method == "full" else "fp16-autocast"
-        settings.assume(f"bf16 weights under fp16 autocast are counted as {counted}")
-        return counted
     if method != "full":
         return precision_of(weights, autocast)
     settings.assume("fp16 weights without autocast are counted like bf16 ones (the same bytes)")
