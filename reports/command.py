@@ -121,6 +121,7 @@ def _flag(name: str, value: object) -> list[str]:
 _OPTIONS = {
     "lora_rank": "rank",
     "lora_targets": "targets",
+    "micro_batch_seqs": "micro-batch",
     "pipeline_schedule": "schedule",
     "reshard_after_forward": "reshard",
     "completion_tokens": "completion-len",

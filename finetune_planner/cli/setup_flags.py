@@ -210,6 +210,7 @@ SPACE = (
     Flag(of="precision", values=fields.PRECISIONS, many=True),
     Flag(of="quantization", values=fields.QUANTIZATIONS, many=True),
     Flag(of="attention", values=fields.ATTENTIONS, many=True),
+    Flag(of="micro_batch_seqs", name="micro_batch", help="Sequences per forward", read=positive),
     CHECKPOINTING,
     CHECKPOINT_EVERY,
     Flag(of="packing", help="Fill sequences with several samples"),
@@ -276,7 +277,6 @@ RUN = (
         read=positive,
         parse=named("seq-len", length),
     ),
-    Flag(of="micro_batch_seqs", name="micro_batch", help="Sequences per forward", read=positive),
     Flag(of="accumulation_steps", name="accumulation", help="Micro-batches per step", read=positive),
 )
 """What a plan finds by itself."""

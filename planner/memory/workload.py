@@ -109,6 +109,12 @@ class Workload:
                 raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
         if images := self.images:
             self._check_images(images)
+        for micro_batch in self.fixed.get("micro_batch_seqs", ()):
+            if self.global_batch_seqs % micro_batch:
+                raise UsageError(
+                    f"--micro-batch {micro_batch} does not divide the {self.global_batch_seqs} sequences of a step",
+                    hint="--global-batch says how many there are",
+                )
         if True in self.fixed.get("frozen_encoder", ()) and (
             self.model.front_end is None or self.fixed.get("method", ("full",)) != ("full",)
         ):

@@ -74,8 +74,16 @@ def test_the_first_button_finds_what_plan_chooses(browser: Browser, address: str
     browser.visit(address)
     assert browser.all("button", "e.id")[0] == "fastest"
     assert browser.all("button", "e.textContent")[0] == "Find the fastest"
-    slide(browser, "batch", 5)
-    change(browser, "tokens", "20M")
+    slide(browser, "batch", 2)
+    assert " --batch-size 32 --micro-batch 4 " in text(browser, "command")
+    moved = [text(browser, name) for name in ("verdict", "setup", "command")]
+    browser.driver.refresh()  # the address holds what is shown
+    browser.wait("document.documentElement.dataset.ready === 'true'")
+    assert [text(browser, name) for name in ("verdict", "setup", "command")] == moved
+    for words, state in (("20 MB", "true"), ("-5", "true"), ("20M", "false")):
+        change(browser, "tokens", words)
+        assert browser.js("return document.getElementById('tokens').getAttribute('aria-invalid')") == state
+    browser.wait("!document.body.dataset.busy")
     browser.js("document.getElementById('fastest').click()")
     plan = plan_of(MODELS[0], GPUS[0], data=Data(epoch_tokens=20_000_000))
     chosen, setup = plan.chosen, plan.chosen.setup
@@ -110,7 +118,7 @@ def test_a_model_is_found_and_what_is_red_is_mended(browser: Browser, address: s
     assert text(browser, "verdict").startswith("Fits: ")
     box.send_keys("gpt 2", Keys.ENTER)  # what is typed next replaces the name, and need not wait for the list
     browser.wait(f"document.getElementById('model').value === '{MODELS[0]}'")
-    box.send_keys("gptj", Keys.ENTER)
+    box.send_keys("gptj", Keys.TAB)  # takes the first of the list as Enter does
     browser.wait(f"document.getElementById('model').value === '{MODELS[1]}' && !document.body.dataset.busy")
     change(browser, "method", "full")
     assert text(browser, "verdict").startswith("Does not fit")

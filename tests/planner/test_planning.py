@@ -26,6 +26,7 @@ from planner.planning.refine import ANY_SETUP
 from planner.planning.space import dimension_values
 from planner.planning.walk import WalkedSetup, walk
 from planner.setup import TrainSetup
+from reports.command import default_next_command
 from tests.planner.helpers import known_of, plan_request, planned, refusal_of
 from tests.whole import these
 
@@ -292,6 +293,20 @@ def test_nothing_fits_offers_a_sequence_length_that_does() -> None:
     shorter = no_plan.nearest.setup.replace(seq_len_tokens=int(action.split()[1]))
     workload = no_plan.workload
     assert predict(workload.model, workload.gpu, shorter).peak_device_bytes <= workload.budget_bytes
+
+
+def test_a_micro_batch_that_is_asked_for_is_planned_and_said() -> None:
+    plan = planned(plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"micro_batch_seqs": (4,)}))
+    assert (plan.chosen.setup.micro_batch_seqs, plan.chosen.setup.accumulation_steps) == (4, 8)
+    assert "fit with 4 sequences?" in plan.tree[0].question
+    assert plan.tree[-1].reason.startswith("asked for; ")
+    assert "--micro-batch 4 --out" in default_next_command(plan)
+    fixed = {"micro_batch_seqs": (16,), "checkpointing": (0,)}
+    refused = refusal_of(plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", fixed=fixed))
+    assert refused.nearest.setup.micro_batch_seqs == 16
+    assert refused.remedies[0].action.startswith("leave --micro-batch out: ")
+    with pytest.raises(UsageError, match="--micro-batch 3 does not divide the 32 sequences"):
+        plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"micro_batch_seqs": (3,)})
 
 
 def test_nothing_fits_offers_to_drop_the_users_own_restriction() -> None:

@@ -286,12 +286,23 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     """The first of the user's own restrictions (target, spread, method, ...) without which something fits."""
     requests = [("target", replace(workload, targets=()))] if workload.targets else []
     layout = ("parallel", *LAYOUT_FIELDS) if workload.num_gpus > 1 else ()
-    wanted = ("method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss", "kernels")
+    wanted = (
+        "micro_batch_seqs",
+        "method",
+        "precision",
+        "quantization",
+        "optimizer",
+        "checkpointing",
+        "attention",
+        "loss",
+        "kernels",
+    )
     for name in (*layout, *wanted, "activation_offload", "selective_checkpointing"):
         if name in workload.fixed:
             left_out = {name, "method", "quantization", "precision"} if name in ("method", "quantization") else {name}
             freer = {key: value for key, value in workload.fixed.items() if key not in left_out}
-            flag = {"pipeline_schedule": "schedule", "reshard_after_forward": "no-reshard"}.get(name, name)
+            flags = {"pipeline_schedule": "schedule", "reshard_after_forward": "no-reshard"}
+            flag = flags.get(name, name.removesuffix("_seqs"))
             requests.append((flag.replace("_", "-"), replace(workload, fixed=freer)))
     for flag, request in requests:
         if remedy := _fitting(request, nearest.formula.peak_device_bytes, f"leave --{flag} out"):

@@ -97,7 +97,7 @@ def _methods(results: WalkResults, methods: list[Answer]) -> Iterator[Answer]:
         where = f"; smallest as {layout_name(smallest.shared)}"
         yield replace(
             answer,
-            question=answer.question.replace("with one sequence", "with one sequence on every GPU"),
+            question=answer.question.replace("?", " on every GPU?"),
             reason=answer.reason + where,
             cuts=tuple(replace(cut, reason=cut.reason + where) for cut in answer.cuts),
         )

@@ -204,7 +204,7 @@ def collect_into(
             shared = point.shared
             node, attention, by_attention = results_of(shared), None, {}
             node.limits = limits
-            least = shared.least_seqs(point.micro_batch_seqs)
+            least = point.micro_batch_seqs  # runs begin with the smallest
         if point.attention != attention:
             attention = point.attention
             if attention not in by_attention:

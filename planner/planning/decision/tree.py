@@ -130,6 +130,12 @@ def choose_node(nodes: Mapping[Node, NodeResults], workload: Workload, *, from_h
     return taken
 
 
+def least_words(workload: Workload) -> str:
+    """The smallest micro-batch that is open to a plan."""
+    least = min(workload.fixed.get("micro_batch_seqs", (1,)))
+    return "one sequence" if least == 1 else f"{least} sequences"
+
+
 def method_answers(nodes: dict[Node, NodeResults], chosen: Node | None, workload: Workload) -> list[Answer]:
     """Step 1 as answers: one per node, in order, with the bytes of its smallest setup."""
     budget = workload.budget_bytes
@@ -153,15 +159,15 @@ def method_answers(nodes: dict[Node, NodeResults], chosen: Node | None, workload
             choice = f"{node_results.fit_words}, not taken"
             reason = _not_taken(node, nodes, chosen, workload)
         reason += _cast_note(workload, node_results)
-        answers.append(Answer(f"Does {name} fit with one sequence?", choice, reason, shown, budget, cuts))
+        answers.append(Answer(f"Does {name} fit with {least_words(workload)}?", choice, reason, shown, budget, cuts))
     return answers
 
 
 def _taken(node: Node, nodes: Mapping[Node, NodeResults], need: int, workload: Workload) -> str:
     node_results, rival, mine = nodes[node], nodes[Node.LORA].best(), nodes[node].best()
-    reason = f"one sequence needs {gib(need)} at least, {gib(workload.budget_bytes - need)} are left for activations"
+    reason = f"{least_words(workload)}: {gib(need)} at least"
     if not node_results.sure:
-        reason = f"one sequence needs {gib(need)}, {WITHIN_ERROR_BAND}; nothing surely fits"
+        reason += f", {WITHIN_ERROR_BAND}; nothing surely fits"
     if node.quantized and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
         return f"{reason}; the whole is faster than 16-bit LoRA, and speed is preferred"
     if node is Node.FULL and data_needs_full(workload):
@@ -389,20 +395,24 @@ def activation_answers(
     if family.num_gpus == 1 and supervised and STACKS[family.stack].runs_trainer:
         answers.append(_compile_answer(workload, best.setup))
     if (unchecked := results.smallest_unchecked) is not None:
-        answers.append(_checkpointing_answer(unchecked.peak_device_bytes, family, workload.budget_bytes))
+        answers.append(_checkpointing_answer(unchecked.peak_device_bytes, family, workload))
     return [*answers, _micro_batch_answer(best, workload, same_node)]
 
 
-def _checkpointing_answer(need: int, family: TrainSetup, budget: int) -> Answer:
+def _checkpointing_answer(need: int, family: TrainSetup, workload: Workload) -> Answer:
+    least, budget = least_words(workload), workload.budget_bytes
     if never_runs(need, budget):
         return Answer(CHECKPOINTING, "yes", "without it the step stops with an error")
     if need > budget:
-        choice, reason = "yes", f"without it one sequence needs {gib(need)}, {gib(need - budget)} too much"
+        choice, reason = "yes", f"without it {least} would need {gib(need)}, {gib(need - budget)} too much"
     elif family.checkpointing:
         choice = "yes"
-        reason = f"one sequence would fit without it ({gib(need)}), but the larger micro-batch it allows is faster"
+        reason = f"{least} would fit without it ({gib(need)}), but the larger micro-batch it allows is faster"
     else:
-        choice, reason = "no", f"one sequence fits without it ({gib(need)}), and nothing has to be recomputed"
+        choice, reason = (
+            "no",
+            f"without it {least} would need {gib(need)}, which fits, and nothing has to be recomputed",
+        )
     if family.checkpointing > 1 and choice == "yes":
         choice = f"every {family.checkpointing} layers"
     return Answer(CHECKPOINTING, choice, reason, need, budget)
@@ -412,7 +422,9 @@ def _micro_batch_answer(best: WalkedSetup, workload: Workload, same_node: list[W
     family, budget = best.family, workload.budget_bytes
     larger = (p for p in same_node if p.family == family and p.micro_batch_seqs > best.micro_batch_seqs)
     copies = f" x {family.data_degree} copies" if family.data_degree > 1 else ""
-    if best.accumulation_steps == 1:
+    if "micro_batch_seqs" in workload.fixed:
+        reason = "asked for"
+    elif best.accumulation_steps == 1:
         reason = "the whole global batch fits in one forward" + (" of every copy" if copies else "")
     elif any(larger):
         reason = "larger micro-batches fit but are not predicted to be faster"
