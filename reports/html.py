@@ -63,8 +63,9 @@ class Entry:
     name: str = ""
 
 
-def report_html(entries: Sequence[Entry], *, version: str = "") -> str:
-    """The page for one plan, or the comparison of several.
+def report_html(entries: Sequence[Entry], *, version: str = "", title: str = "", sentences: Sequence[str] = ()) -> str:
+    """The page for one plan, or the comparison of several; `title`, `sentences`: its first lines, where the terminal
+    has others than a comparison's own.
 
     Raises:
         EnvironmentProblem: jinja2 is not installed.
@@ -79,7 +80,9 @@ def report_html(entries: Sequence[Entry], *, version: str = "") -> str:
     if not single:
         targets = [view["id"] for view in plans] or [""] * len(entries)
         comparison = comparison_view([(entry.name, entry.plan) for entry in entries], targets)
-    title = workload_words(entries[0].plan.workload) if single else f"{len(entries)} plans compared"
+        comparison["title"] = title = title or comparison["title"]
+        comparison["sentences"] = sentences or comparison["sentences"]
+    title = workload_words(entries[0].plan.workload) if single else title
     return _page(title, version or entries[0].extras.planner_version, plans, comparison)
 
 

@@ -46,6 +46,11 @@ def compare(
 
         if gpu is None:
             raise UsageError("training configs are compared on a GPU", hint="plan compare A.yaml B.yaml --gpu rtx-4090")
+        if out is not None or any(path.is_dir() for path in plans):
+            raise UsageError(
+                "training configs are compared with each other, on the terminal or with --json",
+                hint="--out, and a plan beside a config, is plan race FILE --gpu GPU --out DIR",
+            )
         return compare_configs(plans, gpu, model=model, as_json=as_json)
 
     if len(plans) < 2:

@@ -39,7 +39,17 @@ from planner.planning.plan_request import PlanRequest
 from planner.planning.targets import compare_targets as choices_of_targets
 from reports.html import MAX_FULL_PLANS, Entry, report_html
 from reports.page import steps
-from reports.which import SORTS, AdaptersSheet, GpusSheet, ModelChoice, ModelsSheet, TargetsSheet, rank_gpus
+from reports.which import (
+    SORTS,
+    AdaptersSheet,
+    GpusSheet,
+    ModelChoice,
+    ModelsSheet,
+    TargetsSheet,
+    rank_gpus,
+    which_gpu_sentences,
+    which_gpu_title,
+)
 
 MAX_GROUP = 8
 """Cards that one process plans in a row: more share more, fewer end together."""
@@ -101,7 +111,8 @@ def which_gpu(
     show_table(out, as_json, sheet)
     if out is not None:
         entries = [Entry(plan=choice.answer, name=choice.gpu.key) for choice in sheet.choices]
-        write_html(out, lambda: report_html(entries))
+        title, sentences = which_gpu_title(entries[0].plan.workload), which_gpu_sentences(sheet.choices)
+        write_html(out, lambda: report_html(entries, title=title, sentences=sentences))
     if not any(choice.fits for choice in sheet.choices):
         raise typer.Exit(EXIT_NOTHING_FITS)
 

@@ -1,6 +1,7 @@
 """`plan report`, `plan compare`, `plan which-gpu` as a person calls them, on plan.json files and the real planner."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,21 @@ def test_compare_on_the_terminal_and_as_json(app: typer.Typer, tmp_path: Path) -
     assert all(document["kind"] == "plan" for document in documents)
 
 
+def test_compare_of_configs_writes_no_report_and_says_so(app: typer.Typer, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base_model: gpt2\n")
+    words = (
+        "compare",
+        str(tmp_path / "a.yaml"),
+        str(tmp_path / "a.yaml"),
+        "--gpu",
+        "t4",
+        "--out",
+        str(tmp_path / "out"),
+    )
+    with pytest.raises(UsageError, match="on the terminal"):
+        call(app, *words)
+
+
 def test_compare_takes_refusals_too(app: typer.Typer, tmp_path: Path) -> None:
     good, bad = saved(tmp_path / "good", make_plan()), saved(tmp_path / "bad", make_no_plan())
     result = call(app, "compare", str(good), str(bad))
@@ -180,7 +196,10 @@ def test_which_gpu_works_out_no_remedy_that_it_does_not_show(
     monkeypatch.setattr("planner.planning.decision.alternatives._remedies", None)
     result = call(app, "which-gpu", "openai/gpt-oss-20b", "--vendor", "AMD", "--seq-len", "512", "--out", str(tmp_path))
     assert result.exit_code == 0
-    assert (tmp_path / "report.html").exists()
+    title, *sentences = re.findall(r"<(?:h1|p)[^>]*>(.+?)</", (tmp_path / "report.html").read_text())[1:3]
+    assert title.startswith("Which GPU for openai/gpt-oss-20b")
+    assert title in (tmp_path / "report.md").read_text()
+    assert all(sentence in (tmp_path / "report.md").read_text() for sentence in sentences)
 
 
 def test_which_gpu_leaves_out_and_names_cards_without_the_kernel(app: typer.Typer) -> None:
