@@ -48,7 +48,7 @@ def generation_terms(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, gradient
         awake = vllm_bytes(gpu, setup) - resident_vllm(gpu, setup)
         return (*gradient_terms, ("other", VLLM, awake))
     shared = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1)
-    return (*gradient_terms, *_by_the_model(model, gpu, shared, setup.generation_seqs))
+    return (*gradient_terms, *_by_the_model(model, gpu, shared, setup.local_generation_seqs))
 
 
 @lru_cache(maxsize=256)

@@ -375,6 +375,11 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         return self.rollout_settings.at_once(self.global_batch_seqs)
 
     @property
+    def local_generation_seqs(self) -> int:
+        """Of these, how many each GPU generates where the model does: those of its own micro-batches."""
+        return self.generation_seqs // self.data_degree
+
+    @property
     def has_reference(self) -> bool:
         """Whether the step also asks the model as it was before training."""
         if self.precomputed_reference:

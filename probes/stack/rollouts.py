@@ -29,7 +29,7 @@ def generate(setup: TrainSetup, inner: Any, forward: Any, tell: Tell) -> None:
     vocab = int(inner.config.get_text_config().vocab_size)
     run = forward if setup.method == "full" else inner.__call__
     with torch.no_grad(), without_checkpointing(inner):
-        ids = torch.randint(0, vocab, (setup.generation_seqs, setup.seq_len_tokens), device=device)
+        ids = torch.randint(0, vocab, (setup.local_generation_seqs, setup.seq_len_tokens), device=device)
         cache = DynamicCache(config=inner.config)
         tell("forward", None)
         _next_token(run, ids[:, : setup.prompt_tokens], cache)

@@ -391,6 +391,8 @@ def test_generation_holds_keys_and_values_and_one_forwards_temporaries_of_all_pr
     assert parts["keys and values of 32 completions"] == 32 * 512 * 16 * 8 * 64 * 2 * 2
     widest = 4 * 2 * 2048 + 2 * 2 * 8192 + 2 * 4 * 8192 + 4 * 2048
     assert parts["one forward's temporaries in generation"] == 32 * 512 * widest
+    shared = at_generation(generated(num_gpus=4, parallel="ddp"))  # of 128, each GPU makes those of its micro-batches
+    assert shared["one forward's temporaries in generation"] == parts["one forward's temporaries in generation"]
     # eager attention: fp32 scores, their softmax, and its copy, beside queries, keys, values and their source
     eager = at_generation(generated(attention="eager", rollout={"completion_tokens": 128}))
     beside = 2 * (32 * 3 * 64 + 2048)
