@@ -138,7 +138,7 @@ def auto_class(config: Any, head: Head = "vocabulary", *, seeing: bool = False) 
     others = (vision_encoders, transformers.AutoModelForMultimodalLM)
     order: tuple[Any, ...] = (causal, *others, transformers.AutoModelForMaskedLM, halves)  # those of halves: some hear
     if seeing or config.is_encoder_decoder:
-        order = (vision_encoders,) if seeing else (halves, *others)
+        order = (vision_encoders, causal) if seeing else (halves, *others)
     if auto := next((auto for auto in order if type(config) in auto._model_mapping), None):
         return auto
     raise ValueError(f"transformers has no class of {config.model_type} that answers in text")
