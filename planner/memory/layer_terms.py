@@ -384,7 +384,8 @@ def by_input(linears: Sequence[LinearSpec], *, apart: bool = False) -> list[list
 def _kept_by_kind(linear: LinearSpec, context: LayerContext, input_dtype: str) -> int:
     """Bytes that an adapter of another kind than LoRA keeps of one matrix, a copy of its input apart.
 
-    DoRA keeps the matrix's own result and LoRA's for the gradient of the magnitude; VeRA its inner product and the
+    DoRA keeps the matrix's own result and LoRA's for the gradient of the magnitude, and under dropout, which it puts
+    before the matrix too, the matrix in the type that it multiplies; VeRA its inner product and the
     result that its vector scales; IA3 what it scales; OFT the skew matrix of its rotation, its powers and their sum.
 
     Source: peft 0.21 `tuners/lora/dora.py`, `tuners/adalora/layer.py`, `tuners/vera/layer.py`, `tuners/ia3/layer.py`,
@@ -401,7 +402,10 @@ def _kept_by_kind(linear: LinearSpec, context: LayerContext, input_dtype: str) -
         "vera": multiplied * (rank + out),
         "ia3": SIZE_BYTES[dtypes.adapter] * inside if linear.role == "down" else returned * out,
     }
-    return context.tokens * per_token.get(setup.adapter, 0)
+    dropped = setup.adapter == "dora" and setup.lora_dropout > 0
+    same = dtypes.adapter == dtypes.table and dtypes.autocast in (None, dtypes.table) and not dtypes.quantized
+    copied = multiplied * linear.num_weights if dropped and not same else 0
+    return context.tokens * per_token.get(setup.adapter, 0) + copied
 
 
 # What a layer's MLP keeps between its projections: dense, gated or routed to experts.
