@@ -15,7 +15,7 @@ from planner.models.families.fields import shown
 from planner.models.spec import ModelSpec
 
 _HUB_PAGE = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]{1,96}(?:/[\w.-]{1,96})?)(?:[/?#].*)?"
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]{1,96}(?:/[\w.-]{1,96})?)(?:[/?#:@].*)?"
 )
 """The address of a model's page, as people paste it; group 1 is the hub id."""
 INDEX_NAME = "model.safetensors.index.json"

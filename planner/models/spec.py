@@ -40,7 +40,7 @@ READ_BOTH_WAYS = frozenset({
     *LIKE_BERT, "albert", "deberta", "deberta-v2", "ernie", "eurobert", "modernbert", "nomic_bert", "roformer",
     "xlm-roberta-xl",
 })  # fmt: skip
-"""Types whose models are encoders alone."""
+"""Types whose models are encoders alone; of the others, those that are built to fill masks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -429,7 +429,7 @@ class ModelSpec:
     @property
     def reads_both_ways(self) -> bool:
         """Whether it is an encoder alone, of which a text's tokens see those behind them: it predicts no next one."""
-        return self.model_type in READ_BOTH_WAYS
+        return self.model_type in READ_BOTH_WAYS or self.built_class.endswith("ForMaskedLM")
 
     @cached_property
     def num_encoder_layers(self) -> int:

@@ -391,7 +391,12 @@ def test_a_bare_name_that_several_owners_use_for_one_model_resolves() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["https://huggingface.co/Qwen/Qwen2.5-7B", "huggingface.co/Qwen/Qwen2.5-7B/tree/main", "hf.co/Qwen/Qwen2.5-7B?x=y"],
+    [
+        "https://huggingface.co/Qwen/Qwen2.5-7B",
+        "huggingface.co/Qwen/Qwen2.5-7B/tree/main",
+        "hf.co/Qwen/Qwen2.5-7B?x=y",
+        "hf.co/Qwen/Qwen2.5-7B:Q4_K_M",
+    ],
 )
 def test_the_address_of_a_page_is_its_hub_id(name: str) -> None:
     assert resolve_model(name).model_id == "Qwen/Qwen2.5-7B"
