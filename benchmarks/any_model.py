@@ -204,12 +204,13 @@ def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
     line["written"] = [
         launch["target"] for launch in plan["launch"] if launch["files"] and launch["target"] != "accelerate"
     ]
-    if tried is None or tried["failure"]:
+    if tried and not tried["failure"]:
+        errors = {name: formula[name] / tried[name] - 1 for name in ("peak_allocated_bytes", "tokens_per_s")}
+        line |= {"peak_bytes": tried["peak_device_bytes"], "formula_error": round(errors["peak_allocated_bytes"], 4)}
+        line |= {"formula_speed_error": round(errors["tokens_per_s"], 4)}
+    elif not chosen["setup"]["compile"]:  # which no dry run follows
         why = str(plan["notes"]) if tried is None else tried["failure"]["message"]
         return line | {"failed": "dry run", "why": why[:300]}
-    errors = {name: formula[name] / tried[name] - 1 for name in ("peak_allocated_bytes", "tokens_per_s")}
-    line |= {"peak_bytes": tried["peak_device_bytes"], "formula_error": round(errors["peak_allocated_bytes"], 4)}
-    line |= {"formula_speed_error": round(errors["tokens_per_s"], 4)}
     return line if line["written"] else line | {"failed": "launch", "why": plan["launch"][0]["notes"][0][:300]}
 
 
@@ -351,7 +352,7 @@ _PAGE = """# Any model on its first day
 Written by `python -m benchmarks.any_model --markdown` from `benchmarks/data/any_model.jsonl` and
 `any_model_depths.jsonl`; transformers {transformers}, torch {torch}, on a CPU. Of each type config.json as transformers
 writes its defaults, `plan FOLDER --gpu {gpu} --seq-len {seq_len} --out DIR`, nothing cached; a type passes where plan,
-dry run and launch files came out.
+dry run (none follows torch.compile) and launch files came out.
 
 | | types |
 |---|--:|
@@ -410,7 +411,7 @@ def _layout(errors: Sequence[float], share: float) -> str:
 def _formula_rows(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """By kind: how much more or less than the formula's the dry run's peak is, which is what a band means."""
     for kind, (words, band) in KINDS.items():
-        part = [line for line in lines if line["kind"] == kind]
+        part = [line for line in lines if line["kind"] == kind and "formula_error" in line]
         errors = [1 / (1 + line["formula_error"]) - 1 for line in part]
         bands = [band or line["formula_band"] for line in part]
         out = [line["type"] for line, error, most in zip(part, errors, bands, strict=True) if abs(error) > most]
