@@ -124,7 +124,9 @@ def text_lines(answer: Mapping[str, Any]) -> list[str]:
         lines += [f"  {clean(note)}" for note in (*answer["notes"], *speed_notes)]
     for what, line, times in answer["questions"]:
         where = f" at {clean(line)}" if line else ""
-        lines.append(f"  the program asked for {what}{where} ({times} times), which only a GPU knows")
+        lines.append(
+            f"  the program asked for {what}{where} ({times} time{'s' * (times != 1)}), which only a GPU knows"
+        )
     return lines
 
 
@@ -168,34 +170,51 @@ def _largest_lines(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[st
         yield f"  {gib(rest):>10}  {len(rows) - _ROWS} smaller"
 
 
-_COLOURS = {"load": "#8c8c8c", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b", "evaluation": "#b279a2"}
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 320, 60, 30
+_COLOURS = {"load": "#7f7f7f", "forward": "#0072b2", "backward": "#e69f00", "step": "#009e73", "evaluation": "#cc79a7"}
+"""Okabe and Ito's, which colour-blind people tell apart."""
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 900, 356, 60, 56, 50
+_FAR = 2
+"""A budget of so many peaks and more would press the run to the ground: it is said above the picture."""
 
 
 def svg(answer: Mapping[str, Any]) -> str:
-    """Allocated memory along the run as a picture, phases by colour, the budget as a line."""
-    points = answer["timeline"]
-    top = max([size for _, size, _ in points] + [answer["budget_bytes"]]) or 1
-    step = (_WIDTH - _LEFT) / max(1, len(points))
-    bars = []
-    for index, (_, size, phase) in enumerate(points):
-        height = (_HEIGHT - _BOTTOM - 20) * size / top
-        bars.append(
-            f'<rect x="{_LEFT + index * step:.1f}" y="{_HEIGHT - _BOTTOM - height:.1f}" width="{step + 0.3:.1f}" '
-            f'height="{height:.1f}" fill="{_COLOURS.get(phase, "#bbb")}"/>'
+    """Allocated memory along the run as a picture, phases by colour, its peak and the budget as lines."""
+    points, budget_bytes, peak_bytes = answer["timeline"], answer["budget_bytes"], answer["peak_allocated_bytes"]
+    far = budget_bytes > _FAR * peak_bytes
+    top = (1.1 * peak_bytes if far else max(peak_bytes, budget_bytes)) or 1
+    step, ground = (_WIDTH - _LEFT) / max(1, len(points)), _HEIGHT - _BOTTOM
+
+    def y(size: float) -> float:
+        return round(ground - (ground - _TOP) * size / top, 1)
+
+    def line(size: int, words: str, colour: str) -> str:
+        return (
+            f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(size)}" y2="{y(size)}" stroke="{colour}" '
+            f'stroke-dasharray="4 3"/>\n<text x="{_LEFT + 4}" y="{y(size) - 4}" fill="{colour}">{words}</text>\n'
         )
-    budget = _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - 20) * answer["budget_bytes"] / top
+
+    bars = [
+        f'<rect x="{_LEFT + index * step:.1f}" y="{y(size)}" width="{step + 0.3:.1f}" '
+        f'height="{ground - y(size):.1f}" fill="{_COLOURS.get(phase, "#bbb")}"/>'
+        for index, (_, size, phase) in enumerate(points)
+    ]
+    seen = [phase for phase in _COLOURS if any(phase == name for *_, name in points)]
     legend = "".join(
-        f'<rect x="{_LEFT + 10 + index * 130}" y="{_HEIGHT - 16}" width="10" height="10" fill="{colour}"/>'
+        f'<rect x="{_LEFT + 10 + index * 130}" y="{_HEIGHT - 16}" width="10" height="10" fill="{_COLOURS[phase]}"/>'
         f'<text x="{_LEFT + 25 + index * 130}" y="{_HEIGHT - 7}">{RESERVED_WORDS[phase]}</text>'
-        for index, (phase, colour) in enumerate(_COLOURS.items())
+        for index, phase in enumerate(seen)
     )
+    title = f"{escape(clean(shlex.join(answer['command'])))}: allocated memory"
+    device = f"{gib(answer['peak_device_bytes'])} on the device of the {gib(budget_bytes)} budget"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        f'font-size="11">\n<title>{escape(clean(shlex.join(answer["command"])))}: allocated memory</title>\n'
+        f'font-size="11">\n<title>{title}</title>\n<rect width="100%" height="100%" fill="#fff"/>\n'
+        f'<text x="{_LEFT}" y="14">{title}</text>\n'
+        f'<text x="{_LEFT}" y="30">with what PyTorch and CUDA keep beside it {device}</text>\n'
         + "\n".join(bars)
-        + f'\n<line x1="{_LEFT}" x2="{_WIDTH}" y1="{budget:.1f}" y2="{budget:.1f}" stroke="#c00" '
-        f'stroke-dasharray="4 3"/>\n<text x="{_LEFT + 4}" y="{budget - 4:.1f}" fill="#c00">budget '
-        f"{gib(answer['budget_bytes'])}</text>\n"
-        f'<text x="2" y="14">{gib(top)}</text>\n<text x="2" y="{_HEIGHT - _BOTTOM}">0</text>\n{legend}\n</svg>\n'
+        + "\n"
+        + line(peak_bytes, f"peak {gib(peak_bytes)} allocated", "#000")
+        + ("" if far else line(budget_bytes, f"budget {gib(budget_bytes)}", "#c00"))
+        + f'<text x="2" y="{_TOP}">{gib(round(top))}</text>\n<text x="2" y="{ground}">0</text>\n'
+        f'<text x="{_LEFT}" y="{ground + 14}">allocations and releases, in order</text>\n{legend}\n</svg>\n'
     )
