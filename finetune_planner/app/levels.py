@@ -14,6 +14,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.planning.plan import NoPlan, Plan
+from planner.planning.predict import with_padding
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, FailureKind, Fidelity, Prediction, ProbeFailure
 
@@ -89,7 +90,8 @@ def dry_run_setup(
         from probes.dryrun import dry_run
 
         card = with_memory(gpu, memory_bytes)
-        return dry_run(model, card, setup, full_depth=full_depth, planned=planned)
+        outcome = dry_run(model, card, setup, full_depth=full_depth, planned=planned)
+        return outcome if isinstance(outcome, ProbeFailure) else with_padding(outcome, model, card, setup)
 
 
 OVER_MICRO_BATCHES = 128

@@ -29,7 +29,7 @@ from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
 from planner.planning.check import CheckResult, check
 from planner.planning.option_values import memory_and_headroom
-from planner.planning.predict import predict
+from planner.planning.predict import predict, with_padding
 from planner.planning.single_changes import Predict
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
@@ -245,8 +245,8 @@ def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapp
 
 
 def predictor(spec: ModelSpec, card: GpuSpec, cluster: Cluster | None = None) -> Predict:
-    """The formula for setups of one model on one card, of samples that are not of one length."""
-    return lambda setup: predict(spec, card, setup.replace_trusted(uneven=True), cluster)
+    """The formula for setups of one model on one card."""
+    return lambda setup: with_padding(predict(spec, card, setup, cluster), spec, card, setup, cluster)
 
 
 def dry_run_of(
@@ -258,7 +258,7 @@ def dry_run_of(
     if dry_run_possible() or built_by_transformers_4(spec):
         return None
     plain = formula(setup)
-    candidate = Candidate(setup=setup.replace_trusted(uneven=True), budget_bytes=0, formula=plain)
+    candidate = Candidate(setup=setup, budget_bytes=0, formula=plain)
     dry = with_dry_run(candidate, spec, card, memory_bytes=memory_bytes).dry_run
     if not isinstance(dry, Prediction):
         return None

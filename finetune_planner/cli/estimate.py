@@ -27,7 +27,7 @@ from planner.memory.attention_kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.options.sound import HALVES_STACK, TEXT_TOKENS
 from planner.planning.option_values import positive
-from planner.planning.predict import predict
+from planner.planning.predict import predict, with_padding
 from planner.planning.single_changes import enough_alone
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_request
@@ -108,7 +108,7 @@ def estimate(
             "plan estimate needs MODEL and --gpu, or --setups FILE", hint="plan estimate MODEL --gpu rtx-4090"
         )
     spec, card = _resolve(model, gpu, lookup)
-    usual: dict[str, Any] = {"uneven": True} | ({"stack": HALVES_STACK} if spec.is_encoder_decoder else {})
+    usual: dict[str, Any] = {"stack": HALVES_STACK} if spec.is_encoder_decoder else {}
     usual |= {"seq_len_tokens": TEXT_TOKENS} if spec.front_end is not None else {}
     setup = setup_from_request({**usual, **setup_options.values()})
     if setup_options.attention is None:
@@ -175,7 +175,8 @@ def candidate_of(
 
         if refused := why_not(spec, setup):
             raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")
-    result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=predict(spec, card, setup, cluster))
+    formula = with_padding(predict(spec, card, setup, cluster), spec, card, setup, cluster)
+    result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=formula)
     if dry:
         result = with_dry_run(result, spec, card, memory_bytes=memory)
     return with_evaluation(result, spec, card, eval_seqs)

@@ -1,5 +1,6 @@
 """The formula level: one setup in, one `Prediction` out. Memory terms and step time from their own packages."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.core.notes import measured, risk
@@ -46,7 +47,7 @@ from planner.planning.evidence.bands import (
     with_evidence,
 )
 from planner.setup import TrainSetup
-from planner.setup.outcome import Fidelity, Prediction
+from planner.setup.outcome import Fidelity, Prediction, speed_sides
 from planner.setup.packages import CHUNKED_TYPES, DELTA, DELTA_TYPES
 from planner.speed import cluster_of, speed_profile
 from planner.speed.roofline.types import StepTime
@@ -106,6 +107,39 @@ def predict(
         rank_peaks=peaks if setup.num_gpus > 1 else (),
     )
     return with_evidence(prediction, gpu, setup, planned=planned)
+
+
+def with_padding(
+    prediction: Prediction, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None
+) -> Prediction:
+    """A prediction, of any level, that counts full micro-batches, with the band and the speed of those whose samples
+    differ in length: SDPA is handed a mask then, which costs its flash kernel (`TrainSetup.pads`)."""
+    padded = setup.replace_trusted(uneven=True)
+    if setup.uneven or not padded.pads:
+        return prediction
+    peaks = [device_peak_bytes(model, gpu, variant) for variant in (setup, padded)]
+    steps = [
+        _step_time(model, gpu, variant, cluster, peak).step_time_s
+        for variant, peak in zip((setup, padded), peaks, strict=True)
+    ]
+    more, longer = peaks[1] / peaks[0] - 1, steps[1] / steps[0]
+    if max(more, longer - 1) < PADDING_MATTERS:
+        return prediction
+    below, above = prediction.memory_band
+    bands = {**prediction.bands, "needed": (below, max(above, (1 + above) * (1 + more) - 1))}
+    if sides := speed_sides(prediction.time_band_fraction, prediction.bands):
+        bands["tokens_per_s"] = max(sides.below, 1 - (1 - sides.below) / longer), sides.above
+    note = risk(
+        "samples of one length are counted: where those of a micro-batch differ SDPA gets a mask, "
+        f"{gib(max(0, peaks[1] - peaks[0]))} more and {percent(max(0.0, 1 - 1 / longer))} slower (neither with "
+        "--packing, micro-batch 1 or flash-attention-2)"
+    )
+    widest = max(bands["needed"])
+    return replace(prediction, memory_band_fraction=widest, bands=bands, notes=(*prediction.notes, note))
+
+
+PADDING_MATTERS = 0.01
+"""Share of a peak or of a step from which on a mask of padding is told."""
 
 
 def _step_time(

@@ -106,7 +106,7 @@ def test_the_level_of_a_speed_is_the_same_in_words_and_in_json(tmp_path: Path, r
     answer = json.loads(run(*words, "--json")[1])
     assert (answer["memory"]["level"], answer["speed"]["level"]) == ("profile", "formula")
     assert "tokens/s [formula]" in run(*words)[1]
-    assert "padding: its mask" in run(*words, "--json=full")[1]
+    assert "SDPA gets a mask" in run(*words, "--json=full")[1]
     formula = make_candidate().formula
     dry = replace(formula, level=Fidelity.DRY_RUN)
     assert speed_level(dry) is Fidelity.DRY_RUN

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from planner.memory.workload import Workload
-from planner.planning.predict import predict
+from planner.planning.predict import predict, with_padding
 from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
@@ -12,7 +12,8 @@ from planner.setup.outcome import Candidate
 
 def candidate(workload: Workload, setup: TrainSetup) -> Candidate:
     """A setup with its formula prediction against the workload's budget."""
-    prediction = predict(workload.model, workload.gpu, setup, workload.cluster, planned=True)
+    model, gpu, cluster = workload.model, workload.gpu, workload.cluster
+    prediction = with_padding(predict(model, gpu, setup, cluster, planned=True), model, gpu, setup, cluster)
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
 
 
