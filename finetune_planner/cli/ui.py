@@ -15,7 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import typer
 
@@ -324,7 +324,7 @@ class Handler(BaseHTTPRequestHandler):
         if foreign or self.headers.get("Host") not in self.server.hosts:
             self.send_error(HTTPStatus.FORBIDDEN)
             return
-        path = unquote(urlsplit(self.path).path)
+        path = unquote(self.path.partition("?")[0])
         try:
             self.server.slow[self.connection] = False
             response = self._content(path)

@@ -230,7 +230,8 @@ def test_a_page_that_is_closed_early_is_no_fault(server: Server, capfd: pytest.C
 def test_no_request_gets_more_than_an_answer(server: Server) -> None:
     host = f"Host: {HOST}:{server.server_address[1]}\r\n".encode()
     for line, status in (
-        (b"GET //[ HTTP/1.1", 404), (b"GET /%00 HTTP/1.1", 404), (b"GET /" + b"a" * 70_000 + b" HTTP/1.1", 414),
+        (b"GET //[ HTTP/1.1", 404), (b"GET http://[ HTTP/1.1", 404), (b"GET /%00 HTTP/1.1", 404),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1", 414),
         (b"GET /launch/x/\xd9\xa3.zip HTTP/1.1", 404), (b"GET /?" + b"a" * 60_000 + b" HTTP/1.1", 200),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200, 431), (b"GET / HTTP/1.1\r\nHost: evil.example", 403),
     ):  # fmt: skip

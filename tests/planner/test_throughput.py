@@ -13,6 +13,7 @@ from planner.models import catalogue
 from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
+from planner.speed import roofline
 from planner.speed.roofline import (
     PARTS,
     Calibration,
@@ -288,6 +289,15 @@ def test_throughput_needs_no_numpy() -> None:
 def test_constants_are_all_positive() -> None:
     stated = Constants()
     assert all(getattr(stated, name) > 0 for name in Constants.names())
+
+
+def test_a_speed_model_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan estimate --setups` asks one for another kind of step at every line."""
+    monkeypatch.setattr(roofline, "_MAX_WORKS", 2)
+    gpt2 = model("openai-community/gpt2")
+    for seq_len in (256, 512, 768, 1024):
+        step_time(gpt2, A100, TrainSetup(seq_len_tokens=seq_len))
+        assert len(speed_model(gpt2, A100).works) < 2
 
 
 def test_a_familys_key_has_every_field_but_those_it_does_not_know() -> None:

@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 _MAX_MODELS = 64
+_MAX_WORKS = 200
+"""Kinds of step that one of them remembers, up to 75 KB each, before it is made anew: a plan needs some 60, `plan
+estimate --setups` another for every line."""
 _MODELS: dict[tuple[int, int, int, int], tuple[SpeedModel, tuple[object, ...]]] = {}
 """The last ones made, each with its model, GPU, calibration and conditions, so that no other object can take their
 identity. Not kept with the model (`ModelSpec.once`): the catalogue's live as long as the process, and each card adds a
@@ -44,7 +47,7 @@ def speed_model(
     used = calibration if calibration is not None else load_calibration()
     key = (id(model), id(gpu), id(used), id(conditions))
     cached = _MODELS.get(key)
-    if cached is None:
+    if cached is None or len(cached[0].works) >= _MAX_WORKS:
         if len(_MODELS) >= _MAX_MODELS:
             del _MODELS[next(iter(_MODELS))]
         cached = _MODELS[key] = SpeedModel(model, gpu, used, conditions), (model, gpu, used, conditions)
