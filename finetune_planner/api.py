@@ -61,6 +61,7 @@ class Options(TypedDict, total=False):
     kernels: str | Sequence[str]
     linear_attention: str | Sequence[str]
     adapter: str
+    micro_batch: int
     frozen_encoder: bool
     trained_layers: int
     quantize_experts: bool
