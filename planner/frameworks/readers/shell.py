@@ -31,7 +31,7 @@ _OPENS = re.compile(r"<<-?[ \t]*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
 _INTO = re.compile(r"(?<![\d&])>{1,2}[ \t]*[\"']?([^\s\"'<>|&;]+)")
 _BY_TEE = re.compile(r"\btee[ \t]+(?:-\w[ \t]+)?[\"']?([^\s\"'<>|&;-][^\s\"'<>|&;]*)")
 _TAKES_TEXT = re.compile(r"(?:^|[|;&(][ \t]*)(?:sudo[ \t]+)?(?:cat|tee|read|python[\d.]*)\b")
-_READ = re.compile(r"[ \t]*read[ \t]+(?:-\w+[ \t]+(?:''[ \t]+)?)*(\w+)[ \t]*")
+_READ = re.compile(r"[ \t]*+read[ \t]++(?:-\w++[ \t]++(?:''[ \t]++)?)*+(\w++)[ \t]*+")
 """A variable that takes a text: `read -r -d '' COMMANDS <<EOF`."""
 _FUNCTION = re.compile(
     r"^(?:function[ \t]+([\w-]+)[ \t]*(?:\([ \t]*\))?|([\w-]+)[ \t]*\([ \t]*\))[ \t]*(\{)?[ \t]*(.*)$", re.DOTALL
