@@ -95,7 +95,7 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
     if workload.num_gpus > 1:
         shortlist += _best_of_each(points, MIN_PER_LAYOUT)
     setups = dict.fromkeys([plan.chosen.setup, *(point.setup for point in (*shortlist, *predicted))])
-    return tuple(candidate(workload, setup) for setup in setups)
+    return tuple(candidate(workload, setup, padding=False) for setup in setups)
 
 
 def _walked(plan: Plan) -> Iterator[WalkedSetup]:
@@ -168,7 +168,7 @@ def tuned(
     if plan.workload.num_gpus > 1:
         rows = []
         for setup in dict.fromkeys(record.setup for record in result.trials if unprobed(record.setup)):
-            formula = candidate(plan.workload, setup).formula
+            formula = candidate(plan.workload, setup, padding=False).formula
             row: dict[str, Any] = {
                 "spread": layout_name(setup),
                 "setup": setup_to_dict(setup),

@@ -10,10 +10,16 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
 
 
-def candidate(workload: Workload, setup: TrainSetup) -> Candidate:
-    """A setup with its formula prediction against the workload's budget."""
+def candidate(workload: Workload, setup: TrainSetup, *, padding: bool = True) -> Candidate:
+    """A setup with its formula prediction against the workload's budget.
+
+    Args:
+        padding: what samples that differ in length take is in its band and its notes: not needed where it is measured.
+    """
     model, gpu, cluster = workload.model, workload.gpu, workload.cluster
-    prediction = with_padding(predict(model, gpu, setup, cluster, planned=True), model, gpu, setup, cluster)
+    prediction = predict(model, gpu, setup, cluster, planned=True)
+    if padding:
+        prediction = with_padding(prediction, model, gpu, setup, cluster)
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
 
 
