@@ -243,6 +243,14 @@ def test_swifts_file_stands_for_words_that_go_over_it(tmp_path: Path) -> None:
         4,
         "zero2",
     )
+    visible = file.replace("ENV: {", "rlhf_type: kto\nENV: {CUDA_VISIBLE_DEVICES: '0,1,2,3,4,5,6,7', ")
+    (tmp_path / "rlhf.yaml").write_text(visible)
+    (tmp_path / "run.sh").write_text("swift rlhf rlhf.yaml\n")
+    setup = read_config(tmp_path / "run.sh").setup
+    assert (setup.objective, setup.num_gpus, setup.parallel) == ("kto", 4, "zero2")
+    (tmp_path / "rlhf.yaml").write_text("model: gpt2\nENV: four\n")
+    with pytest.raises(ConfigError, match="ENV must be a block"):
+        read_config(tmp_path / "run.sh")
     (tmp_path / "run.sh").write_text("swift sft other.yaml\n")
     with pytest.raises(Undetermined, match=r"other\.yaml"):
         read_config(tmp_path / "run.sh")
@@ -255,17 +263,19 @@ def test_swifts_file_stands_for_words_that_go_over_it(tmp_path: Path) -> None:
         ("finetune_lora checkpoints/a/b --lora_r 4 --data JSON --data.json_path d.json", "a/b", "lora", 4),
         ("finetune_full a/b", "a/b", "full", 0),
         ("finetune lora --checkpoint_dir a/b", "a/b", "lora", 8),
-        ("finetune_lora c/d --config lora.yaml", "c/d", "lora", 32),
+        ("finetune_lora c/d --config=lora.yaml --data.json_path=d.json", "c/d", "lora", 32),
+        ("finetune_lora --config none.yaml --lora_r 4", "a/b", "lora", 4),
     ],
 )
 def test_litgpts_words_are_its_config(words: str, model: str, method: str, rank: int, tmp_path: Path) -> None:
     (tmp_path / "lora.yaml").write_text(
         "checkpoint_dir: a/b\nlora_r: 32\ntrain: {max_seq_length: 512, micro_batch_size: 2}\n"
     )
+    (tmp_path / "none.yaml").write_text("checkpoint_dir: a/b\ntrain:\n")
     (tmp_path / "run.sh").write_text(f"litgpt {words} --train.max_seq_length 256")
     config = read_config(tmp_path / "run.sh")
     assert (config.model_id, config.setup.method, config.setup.lora_rank) == (model, method, rank)
-    assert (config.setup.seq_len_tokens, config.setup.micro_batch_seqs) == (256, 2 if "yaml" in words else 1)
+    assert (config.setup.seq_len_tokens, config.setup.micro_batch_seqs) == (256, 2 if "lora.yaml" in words else 1)
 
 
 @pytest.mark.parametrize("variables", ["NNODES=$WORLD_SIZE NPROC_PER_NODE=8", "NPROC_PER_NODE=$GPUS"])
@@ -670,14 +680,14 @@ def test_what_looks_at_the_data_first_is_not_what_trains(look: str) -> None:
     assert read_text(launch, "run.sh", around=FileContext(written=files)).setup.parallel == "fsdp2"
 
 
-@pytest.mark.parametrize("words", ["True", "False"])
-def test_the_environment_of_a_config_of_trl_sets_the_allocator(words: str) -> None:
+@pytest.mark.parametrize("word", ["expandable_segments:True", '"expandable_segments:True"  # all', "garbage:False"])
+def test_the_environment_of_a_config_of_trl_sets_the_allocator(word: str) -> None:
     """trl 1.16 `TrlParser.parse_args_and_config`, in the process that the launched ones have their environment from."""
-    config = f"model_name_or_path: gpt2\nmax_length: 512\nenv:\n  PYTORCH_ALLOC_CONF: expandable_segments:{words}\n"
+    config = f"model_name_or_path: gpt2\nmax_length: 512\nenv:\n  PYTORCH_ALLOC_CONF: {word}\n{chr(10) * 30_000}"
     alone = read_text(config, "sft.yaml")
     launched = read_text("trl sft --config sft.yaml\n", "run.sh", around=FileContext(written={"sft.yaml": config}))
     for reading in (alone, launched):
-        assert reading.setup.expandable_segments == (words == "True")
+        assert reading.setup.expandable_segments == ("True" in word)
         assert EXPANDABLE not in reading.assumptions
 
 

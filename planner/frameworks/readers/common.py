@@ -382,7 +382,7 @@ def checkpointing(settings: Settings, default: bool) -> int:
     return _kwargs(settings).integer("every_n_layers", 1, at_least=1)
 
 
-CHECKPOINTED_TWICE = "transformers' Trainer refuses FSDP's activation_checkpointing beside its own"
+CHECKPOINTED_TWICE = "transformers' Trainer refuses FSDP's activation_checkpointing beside its own: switch one off"
 """Source: transformers 5.23 `Trainer.create_accelerator_and_postprocess`."""
 
 

@@ -90,29 +90,30 @@ class Launches:
             inner = replace(self, name=command.target.rpartition("/")[2])
             return inner.first(text, replace(inside, depth=around.depth + 1))
         if command.tool == "swift":
-            words = shell.flags(command.arguments)
-            named = "rlhf" in command.arguments[:1] and "rlhf_type" not in words
-            extra: dict[str, Any] = {"rlhf_type": swift.DEFAULT_RLHF} if named else {}
-            if command.arguments[1:2] and command.arguments[1].endswith((".yaml", ".yml", ".json")):
-                file = self._settings_of(command.arguments[1], inside)
-                variables = {key: str(value) for key, value in (file.pop("ENV", None) or {}).items()}
+            given: dict[str, Any] = dict(shell.flags(command.arguments))
+            path = next(iter(command.arguments[1:2]), "")
+            if path.endswith((".yaml", ".yml", ".json")):
+                file = self._settings_of(path, inside)
+                variables = {key: str(value) for key, value in Settings(file, path).mapping("ENV").items()}
                 processes = "" if command.num_gpus else variables.get("NPROC_PER_NODE", "")
                 num_gpus = int(processes) if processes.isdigit() else inside.num_gpus
                 inside = replace(inside, environment={**variables, **inside.environment}, num_gpus=num_gpus)
-                extra = {**file, **words, **extra}
+                given = {key: value for key, value in {**file, **given}.items() if key != "ENV"}
+            if "rlhf" in command.arguments[:1]:
+                given.setdefault("rlhf_type", swift.DEFAULT_RLHF)
             # a process's layers lie over its GPUs where it sees several (ms-swift 4 get_default_device_map, is_mp)
             processes = inside.environment.get("NPROC_PER_NODE", "1")
             each = shell.num_visible(inside.environment) // max(1, int(processes)) if processes.isdigit() else 0
-            if processes != "1" and each > 1 and not {"deepspeed", "fsdp"} & set(words):
+            if processes != "1" and each > 1 and not (given.get("deepspeed") or given.get("fsdp")):
                 alone = replace(inside, num_gpus=each)
-                reading = self._of_flags(command, swift.FORMAT, alone, {**extra, "device_map": "auto"})
+                reading = self._of_given(command, swift.FORMAT, alone, {**given, "device_map": "auto"})
                 note = (
                     f"of {processes} processes with a model over {each} GPUs each (DDP over device maps) one is counted"
                 )
                 return replace(reading, approximations=(*reading.approximations, note))
             if inside.num_gpus > 1 and "NPROC_PER_NODE" not in inside.environment:
-                extra["device_map"] = "auto"
-            return self._of_flags(command, swift.FORMAT, inside, extra)
+                given["device_map"] = "auto"
+            return self._of_given(command, swift.FORMAT, inside, given)
         if command.tool == "litgpt":
             file = self._settings_of(command.target, inside) if command.target else {}
             given = litgpt.of_words(command.arguments, shell.flags(command.arguments), file)

@@ -43,7 +43,7 @@ def of_words(words: Sequence[str], flags: Mapping[str, Any], file: Mapping[str, 
     kind, *rest = rest if rest[:1] and rest[0] in KINDS else (kind or "lora", *rest)
     if kind not in KINDS[:2]:
         raise NotPlanned(f"litgpt's {kind}: not planned", hint="finetune_lora and finetune_full are")
-    values = {key: dict(value) if isinstance(value, Mapping) else value for key, value in file.items()}
+    values = dict(file)
     if kind == "lora":
         values.setdefault("lora_r", 8)
     if rest[:1] and not rest[0].startswith("-"):
@@ -52,8 +52,8 @@ def of_words(words: Sequence[str], flags: Mapping[str, Any], file: Mapping[str, 
         block, dot, inner = key.partition(".")
         if not dot:
             values[key] = value
-        elif isinstance(values.setdefault(block, {}), dict):
-            values[block][inner] = value
+        elif isinstance(before := values.get(block) or {}, Mapping):
+            values[block] = {**before, inner: value}
     values.pop("config", None)
     return values
 

@@ -214,6 +214,7 @@ class _Script:
 
     @property
     def two_halves(self) -> bool:
+        """Whether the model is an encoder and a decoder."""
         return self.model is not None and self.model.is_encoder_decoder
 
     def _fields(self) -> dict[str, Any]:
@@ -222,12 +223,10 @@ class _Script:
         fields |= self._method() | self.computing
         fields["checkpointing"] = self._checkpointing()
         if self.unsloth:
-            halves = self.model is not None and self.model.is_encoder_decoder
-            fields["activation_offload"] = str(self._of_unsloth()) == "unsloth" and not halves
-            if halves:
-                arguments.approximate(
-                    UpperBound("Unsloth's offloaded checkpoints are counted on the GPU", "activations")
-                )
+            offloads = str(self._of_unsloth()) == "unsloth"
+            fields["activation_offload"] = offloads and not self.two_halves
+            if offloads and self.two_halves:
+                arguments.approximate(common.OFFLOADED)
         else:
             fields["activation_offload"] = common.offloads(arguments, fields["checkpointing"])
         fields["seq_len_tokens"] = self._length()

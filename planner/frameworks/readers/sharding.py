@@ -354,6 +354,8 @@ def _parallelism(settings: Settings) -> Settings:
 
 def _mesh(settings: Settings, processes: int) -> Layout:
     inner = _parallelism(settings)
+    if inner.integer("sp_size", 1, at_least=1) > 1:
+        settings.approximate("sp_size cuts sequences under DeepSpeed alone: counted whole")
     if inner.text("cp_comm_strategy", "allgather") != "allgather":
         settings.approximate("keys that go from GPU to GPU one by one are counted as if all were gathered")
     sizes = {key: inner.integer(f"{key}_size", 1, at_least=1) for key in ("dp_shard", "dp_replicate", "tp", "cp")}

@@ -720,7 +720,8 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None, launcher: str = 
     if (not words or words[0] not in verbs) and tool not in NAMED:
         return None
     rest = words[1:]
-    named = [word for before, word in pairwise(["--config", *rest]) if before[:2] != "--" or before == "--config"]
+    apart = [part for word in rest for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    named = [word for before, word in pairwise(["--config", *apart]) if before[:2] != "--" or before == "--config"]
     config = next((word for word in named if word.endswith((".yaml", ".yml", ".json", ".toml"))), "")
     parsed = launcher_arguments.parse_tool_launcher(tool, rest, num_gpus)
     command = Command(tool=tool, target=config, arguments=tuple(words), launcher=parsed.config or launcher)

@@ -202,5 +202,5 @@ def _requoted(line: str) -> str:
 def environment_word(text: str, given: Mapping[str, str], name: str) -> str:
     """What a program, or `env` in a config of TRL, sets a variable to, else what it is given; "" where nobody does."""
     quoted = rf"[\"']{name}[\"']\s?[\]:,]\s?=?\s?[\"']([^\"'\n]*)[\"']"
-    match = re.search(rf"(?m){quoted}|^\s+{name}:\s*([^\"'\s]+)", text)
+    match = re.search(rf"(?m){quoted}|^[ \t]++{name}:[ \t]++[\"']?([^\"'\s]++)[\"']?[ \t]*+(?:#.*)?$", text)
     return (match[1] or match[2] or "") if match is not None else given.get(name, "")
