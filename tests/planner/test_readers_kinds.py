@@ -188,6 +188,15 @@ def test_unsloth_evaluates_as_many_as_train(more: str, seqs: int) -> None:
     assert read_text(head + body, "train.py").eval_seqs == seqs
 
 
+def test_a_reward_model_may_be_built_from_a_configuration() -> None:
+    head, train = (
+        "from transformers import *\nfrom trl import *\n",
+        "RewardTrainer(m, RewardConfig('o', max_length=64))",
+    )
+    config = read_text(f"{head}m = AutoModelForSequenceClassification.from_config(c)\n{train}.train()\n", "train.py")
+    assert (config.setup.objective, "model" in {entry.field for entry in config.missing}) == ("reward", True)
+
+
 @pytest.mark.parametrize("package", ["pytorch_quantization.nn", "torchao.quantization.qat", "brevitas"])
 def test_quantizers_that_train_along_are_said_not_to_be_counted(package: str) -> None:
     body = LOADED.format("") + TRAINED

@@ -619,6 +619,14 @@ def test_fsdps_own_checkpointing_is_read_and_not_taken_twice(
     assert not config.missing
 
 
+def test_the_file_that_llamafactorys_fsdp_names_is_read() -> None:
+    factory = "model_name_or_path: gpt2\ndo_train: true\nfinetuning_type: full\nfsdp: full_shard auto_wrap\n"
+    around = FileContext(num_gpus=4, written={"fsdp.json": '{"fsdp_offload_params": true}'})
+    assert read_text(factory + "fsdp_config: fsdp.json\n", "a.yaml", around=around).setup.offload == "parameters"
+    other = read_text(factory + "fsdp_config: other.json\n", "a.yaml", around=around)
+    assert "offload" in [entry.field for entry in other.missing]
+
+
 def test_a_files_hint_names_no_option_that_only_plan_has() -> None:
     zero = {"train.yaml": ACCELERATE.replace("MULTI_GPU", "DEEPSPEED") + "deepspeed_config: {zero_stage: 3}\n"}
     words = f"{TRL_WORDS} --use_vllm --vllm_mode colocate --reward_funcs accuracy_reward".replace(

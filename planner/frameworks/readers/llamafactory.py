@@ -80,8 +80,7 @@ def read(settings: Settings) -> ReadConfig:
         settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
     layout: Layout = {"parallel": "none"}
     if settings.raw("fsdp"):
-        inner = settings.raw("fsdp_config", {})
-        layout = fsdp(settings, inner if isinstance(inner, dict) else {})
+        layout = fsdp(settings, dict(common.fsdp_block(settings).values))
     elif settings.has("deepspeed"):
         layout = zero_stage(settings, settings.values["deepspeed"])
     workers = settings.integer("ray_num_workers", 1, at_least=1)  # train/tuner.py: each has a GPU of its own

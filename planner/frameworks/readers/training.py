@@ -326,7 +326,7 @@ def _follow_model(training: Training, model: Value | None, name: str) -> None:
         training.model_calls.append(model)
         if model.name == "from_config" or model.name[:1].isupper():  # built, not loaded
             objective, kind_of = of_model((model.owner, model.name))
-            if objective not in ("", "embedding"):
+            if objective not in ("", "embedding") and training.objective != "reward":
                 raise _other_objective(name, objective, kind_of)
         if model.name == "SentenceTransformer":
             training.loader = embedding.loader_of(model)
