@@ -164,6 +164,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "single": single,
         "plan": plan,
         "launch": extras.launch,
+        "written": [launch for launch in extras.launch if launch.files],
         "refused": [launch for launch in extras.launch if not launch.files],
         "found": isinstance(plan, Plan),
         "title": workload_words(workload),

@@ -115,12 +115,12 @@ def fenced(code: str, language: str = "") -> str:
 def _launch(extras: Extras) -> list[str]:
     if not extras.launch:
         return []
-    blocks = ["## Launch", "In the directory of this plan:"]
-    for launch in extras.launch:
-        if launch.files:
-            files = ", ".join(escape(file.path) for file in launch.files)
-            blocks += [f"**{escape(launch.target)}** ({files})", bullets(launch.notes)]
-            blocks.insert(-1, fenced(clean(launch.run or launch.command), "sh") if launch.command else "")
+    written = [launch for launch in extras.launch if launch.files]
+    blocks = ["## Launch", "In the directory of this plan:" if written else ""]
+    for launch in written:
+        files = ", ".join(escape(file.path) for file in launch.files)
+        start = fenced(clean(launch.run or launch.command), "sh") if launch.command else ""
+        blocks += [f"**{escape(launch.target)}** ({files})", start, bullets(launch.notes)]
     refused = [f"{launch.target}: {'; '.join(launch.notes)}" for launch in extras.launch if not launch.files]
     return [*blocks, *(["Not written:", bullets(refused)] if refused else ())]
 

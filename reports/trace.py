@@ -187,10 +187,11 @@ def svg(answer: Mapping[str, Any]) -> str:
     def y(size: float) -> float:
         return round(ground - (ground - _TOP) * size / top, 1)
 
-    def line(size: int, words: str, colour: str) -> str:
+    def line(size: int, words: str, colour: str, *, right: bool = False) -> str:
+        place = f'x="{_WIDTH - 4}" text-anchor="end"' if right else f'x="{_LEFT + 4}"'
         return (
             f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(size)}" y2="{y(size)}" stroke="{colour}" '
-            f'stroke-dasharray="4 3"/>\n<text x="{_LEFT + 4}" y="{y(size) - 4}" fill="{colour}">{words}</text>\n'
+            f'stroke-dasharray="4 3"/>\n<text {place} y="{y(size) - 4}" fill="{colour}">{words}</text>\n'
         )
 
     bars = [
@@ -214,7 +215,7 @@ def svg(answer: Mapping[str, Any]) -> str:
         + "\n".join(bars)
         + "\n"
         + line(peak_bytes, f"peak {gib(peak_bytes)} allocated", "#000")
-        + ("" if far else line(budget_bytes, f"budget {gib(budget_bytes)}", "#c00"))
+        + ("" if far else line(budget_bytes, f"budget {gib(budget_bytes)}", "#c00", right=True))
         + f'<text x="2" y="{_TOP}">{gib(round(top))}</text>\n<text x="2" y="{ground}">0</text>\n'
         f'<text x="{_LEFT}" y="{ground + 14}">allocations and releases, in order</text>\n{legend}\n</svg>\n'
     )

@@ -93,12 +93,14 @@ class Ended:
 
 
 def _with_scripts(order: TraceOrder, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The command's words with scripts of the cells in place of notebooks, and those by their place in the private
-    folder; lines for the shell and other languages' cells are left out."""
+    """The command's words with a script of the cells in place of a notebook that is to be run, and the script by its
+    place in the private folder; lines for the shell and other languages' cells are left out. What opens notebooks by
+    itself (jupyter, papermill) keeps its own."""
     words, scripts = [], {}
-    for word in order.command:
+    num_run = 1 + Path(order.command[0]).name.startswith("python")
+    for number, word in enumerate(order.command):
         notebook = Path(order.folder or "", word)
-        if word.endswith(NOTEBOOK) and notebook.is_file():
+        if number < num_run and word.endswith(NOTEBOOK) and notebook.is_file():
             place = f"site/cells/{notebook.stem}.py"
             source = of_notebook(read_text(notebook, max_bytes=LARGER[NOTEBOOK]), word)
             cells: dict[str, str] = {}

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -473,6 +474,9 @@ def test_a_notebooks_cells_run_in_its_place(tmp_path: Path) -> None:
     assert word == str(tmp_path / place)
     Path(word).parent.mkdir(parents=True)
     Path(word).write_text(scripts[place])
+    for before, by_us in (("python3", True), ("papermill", False)):
+        words, scripts = _with_scripts(replace(order, command=(before, "my trl.ipynb")), tmp_path)
+        assert (words[1] != "my trl.ipynb", bool(scripts)) == (by_us, by_us)
     ran = subprocess.run([sys.executable, word], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.stdout == "beside\n"
     assert 'File "my trl.ipynb:cell 4", line 2, in f' in ran.stderr
