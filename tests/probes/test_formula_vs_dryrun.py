@@ -82,7 +82,8 @@ def test_experts_in_4_bits_are_counted_as_bitsandbytes_holds_them(fields: dict[s
 def test_a_model_of_embeddings_has_the_encoders_that_its_checkpoint_names() -> None:
     """sentence-transformers takes AutoModel, which builds what a causal model of Qwen3.5 leaves out."""
     model, card = loaded("qwen/qwen3.5-0.8b"), find_gpu("a100-80gb")
-    setup = TrainSetup(objective="embedding", loss="full", stack="sentence-transformers", micro_batch_seqs=2)
+    fields = {"objective": "embedding", "loss": "full", "stack": "sentence-transformers", "seq_len_tokens": 64}
+    setup = TrainSetup(**fields, micro_batch_seqs=2)  # type: ignore[arg-type]
     run, formula = dried(model, card, setup, use_cache=False), predict(model, card, setup)
     assert formula.phase_peaks_bytes["load"] == pytest.approx(run.phase_peaks_bytes["load"], rel=0.02)
 
