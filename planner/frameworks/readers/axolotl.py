@@ -253,9 +253,7 @@ def _reentrant(settings: Settings, fields: Mapping[str, Any]) -> bool:
 def _offloads(settings: Settings, checkpointing: int) -> bool:
     everything = settings.raw("activation_offloading", False)
     if everything and not checkpointing:
-        settings.approximate(
-            UpperBound("activation_offloading without checkpoints: counted as on the GPU", "activations")
-        )
+        settings.approximate(common.OFFLOADED)
         return False
     if everything is True and settings.raw("adapter"):
         settings.approximate(
