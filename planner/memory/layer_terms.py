@@ -260,9 +260,9 @@ def linear_attention_saved(attention: AttentionSpec, dtypes: DtypePolicy, tokens
     heads = attention.num_heads
     keys, values = heads * attention.head_dim, heads * attention.value_head_dim
     size = SIZE_BYTES[dtypes.compute]
-    conv = (2 if size < 4 else 3) * size * (2 * attention.num_kv_heads * attention.head_dim + values)
+    conv = (3 if size == 4 and not package else 2) * size * (2 * attention.num_kv_heads * attention.head_dim + values)
     states = heads * attention.head_dim * attention.value_head_dim // CHUNK
-    # q and k copied up to fp32; in fp32 both, v, what comes out and its gate laid out anew
+    # q and k copied up to fp32; in fp32 both, v, what comes out, its gate and what is convolved laid out anew
     casts = 8 if size < 4 else 20
     if package:
         normalized = 2 * attention.num_kv_heads * (size * attention.head_dim + 4)

@@ -217,7 +217,8 @@ def test_the_path_is_the_setups() -> None:
 
 @pytest.mark.parametrize(
     ("path", "checkpointing", "precision"),
-    [(*case, "bf16-autocast") for case in paired(["torch", "fla"], [0, 1], 1)] + [("torch", 0, "fp32")],
+    [(*case, "bf16-autocast") for case in paired(["torch", "fla"], [0, 1], 1)]
+    + [("torch", 0, "fp32"), ("fla", 0, "fp32")],
 )
 def test_the_formula_follows_both(path: str, checkpointing: int, precision: str) -> None:
     model, gpu = loaded("qwen/qwen3.5-4b"), find_gpu("h100-sxm")
