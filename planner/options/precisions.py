@@ -16,7 +16,7 @@ class Precision:
         weights: data type of weights that are not quantized: "fp32", "bf16" or "fp16".
         autocast: "bf16" or "fp16" under autocast (fp16 with loss scaling), None without.
         offered: whether a plan can have it; the others are other people's, and how engines compute (`Engine.computes`).
-        trains_weights: whether full fine-tuning runs: a loss scaler cannot unscale fp16 gradients.
+        trains_weights: whether full fine-tuning runs: a loss scaler cannot unscale 16-bit gradients.
     """
 
     name: str
@@ -44,7 +44,7 @@ _ROWS = (
     Precision(name="fp16-autocast", weights="fp16", autocast="fp16", offered=True, trains_weights=False),
     Precision(name="fp16-mixed", weights="fp32", autocast="fp16", offered=True, trains_weights=True),
     Precision(name="fp16-bf16-autocast", weights="fp16", autocast="bf16", offered=False, trains_weights=True),
-    Precision(name="bf16-fp16-autocast", weights="bf16", autocast="fp16", offered=False, trains_weights=True),
+    Precision(name="bf16-fp16-autocast", weights="bf16", autocast="fp16", offered=False, trains_weights=False),
     Precision(name="fp16-pure", weights="fp16", autocast=None, offered=False, trains_weights=False),
 )
 PRECISIONS: Mapping[str, Precision] = {row.name: row for row in _ROWS}

@@ -364,8 +364,9 @@ def _check_full(setup: SetupValues) -> None:
     if setup.lora_rank != 0:
         raise SetupError(f"method 'full' has no LoRA rank, got {setup.lora_rank}", hint="leave --rank out")
     if not _PRECISIONS[setup.precision].trains_weights:
+        half = setup.weight_dtype
         raise SetupError(
-            "method 'full' cannot train fp16 weights: the loss scaler cannot unscale fp16 gradients",
+            f"method 'full' cannot train {half} weights so: the loss scaler cannot unscale {half} gradients",
             hint="use --precision fp16-mixed (fp32 weights under fp16 autocast)",
         )
     if setup.kbit_fp32_cast:
