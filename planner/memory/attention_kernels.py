@@ -281,7 +281,7 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, masks_packed: bool = 
         masks_packed: whether the model's class hands SDPA a mask of packed samples (`masks_packed`).
 
     A padded batch whose sequences all have the full length hides nothing, and its mask is dropped; of others see
-    `padding_masked`. xformers gets the samples' lengths instead, FlexAttention which blocks to skip.
+    `gives_mask`. xformers gets the samples' lengths instead, FlexAttention which blocks to skip.
 
     Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (kv_length < local_attention_size; never
     while tracing: a padding mask's values, and before PyTorch 2.14 any).
@@ -298,10 +298,10 @@ def masked(setup: TrainSetup, attention: AttentionSpec, *, masks_packed: bool = 
     )
 
 
-def padding_masked(setup: TrainSetup, kernel: Kernel) -> bool:
-    """Whether that kernel is handed a mask of padding. Where a full batch runs the math kernel, which keeps every
-    score, that batch and not one with padding takes the most."""
-    return setup.pads and kernel == "efficient"
+def gives_mask(setup: TrainSetup, attention: AttentionSpec, kernel: Kernel, *, masks_packed: bool = True) -> bool:
+    """Whether that kernel is handed a mask, `masked` or padding's. Where a full batch runs the math kernel, which
+    keeps every score, that batch and not one with padding takes the most."""
+    return (setup.pads and kernel == "efficient") or masked(setup, attention, masks_packed=masks_packed)
 
 
 def handed_mask(model: ModelSpec, setup: TrainSetup, attention: AttentionSpec) -> bool:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
-from planner.memory.attention_kernels import Kernel, attention_kernel, masked, masks_packed, padding_masked
+from planner.memory.attention_kernels import Kernel, attention_kernel, gives_mask, masks_packed
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, promote
 from planner.memory.layer_terms import (
     ACTIVATION_COPIES,
@@ -119,8 +119,7 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
         width = query_width + value_width
         saved_elements = tokens * width + keys.key_tokens * (width if repeats_keys(attention, context) else kv_width)
         takes_mask = context.kernel == "efficient" and not context.traits.position_bias
-        padding = padding_masked(context.setup, context.kernel)
-        handed = takes_mask and (padding or masked(context.setup, attention, masks_packed=context.masks_packed))
+        handed = takes_mask and gives_mask(context.setup, attention, context.kernel, masks_packed=context.masks_packed)
         if handed and attention.adds_mask and SIZE_BYTES[context.dtypes.table] == size:
             handed = keys.row_tokens % MASK_ALIGNMENT > 0
         aligned = -(-keys.row_tokens // MASK_ALIGNMENT) * MASK_ALIGNMENT
@@ -459,8 +458,9 @@ def forward_temporary(layer: LayerSpec, context: LayerContext) -> int:
     dtypes = context.dtypes
     size = SIZE_BYTES[dtypes.linear_out(dtypes.residual)]
     mlp = 3 * size * mlp_width(layer)
-    if any(linear.role == "down" and linear.name in context.adapted for linear in layer.linears):
-        activated = input_dtype(next(linear for linear in layer.linears if linear.role == "down"), layer, context)
+    down = next((linear for linear in layer.linears if linear.role == "down" and linear.name in context.adapted), None)
+    if down is not None:
+        activated = input_dtype(down, layer, context)
         mlp = max(mlp, size * mlp_width(layer) + adapter_temporaries(mlp_width(layer), activated, context)[0])
     if context.setup.stream_degree > 1:  # beside its input, gathered; at its end what the ranks' products add up to
         mlp = size * max(3 * mlp_width(layer) + context.hidden, mlp_width(layer) + 2 * context.hidden)
@@ -654,8 +654,7 @@ def layer_costs(
         if attention is not None:
             # [seqs, 1, tokens, keys]: eager attention adds one in the model's type, SDPA gets a boolean one where it
             # gets one at all, but of a class that adds its own (transformers 5.23 `masking_utils.py`)
-            handed = masked(layer_setup, attention, masks_packed=context.masks_packed)
-            handed = handed or padding_masked(layer_setup, kernel)
+            handed = gives_mask(layer_setup, attention, kernel, masks_packed=context.masks_packed)
             each = int(handed and kernel in ("efficient", "math"))
             if kernel == "eager" or (attention.adds_mask and handed):
                 each = SIZE_BYTES[of_layer.table]

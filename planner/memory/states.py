@@ -202,10 +202,9 @@ def paged_bytes(num_trained: int, optimizer: str, *, wide: int = 0) -> int:
 def in_one_memory(gpu: GpuSpec, setup: TrainSetup) -> TrainSetup:
     """The setup as a card takes it whose memory is the host's: a paged optimizer's states lie there as its plain
     form's do."""
-    row = OPTIMIZERS[setup.optimizer]
-    if not (row.paged and gpu.shares_host_memory):
+    if not (gpu.shares_host_memory and OPTIMIZERS[setup.optimizer].paged):
         return setup
-    return setup.replace_trusted(optimizer=next(name for name in OPTIMIZERS if row.name == f"paged-{name}"))
+    return setup.replace_trusted(optimizer=setup.optimizer.removeprefix("paged-"))
 
 
 def step_bytes(num_trained: int, dtype: str, optimizer: str, *, largest_tensor: int) -> int:

@@ -287,23 +287,19 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     requests = [("target", replace(workload, targets=()))] if workload.targets else []
     layout = ("parallel", *LAYOUT_FIELDS) if workload.num_gpus > 1 else ()
     wanted = (
-        "micro_batch_seqs",
-        "method",
-        "precision",
-        "quantization",
-        "optimizer",
-        "checkpointing",
-        "attention",
-        "loss",
+        "micro_batch_seqs", "method", "precision", "quantization", "optimizer", "checkpointing", "attention", "loss",
         "kernels",
-    )
+    )  # fmt: skip
+    flags = {
+        "pipeline_schedule": "schedule",
+        "reshard_after_forward": "no-reshard",
+        "micro_batch_seqs": "micro-batch",
+    }
     for name in (*layout, *wanted, "activation_offload", "selective_checkpointing"):
         if name in workload.fixed:
             left_out = {name, "method", "quantization", "precision"} if name in ("method", "quantization") else {name}
             freer = {key: value for key, value in workload.fixed.items() if key not in left_out}
-            flags = {"pipeline_schedule": "schedule", "reshard_after_forward": "no-reshard"}
-            flag = flags.get(name, name.removesuffix("_seqs"))
-            requests.append((flag.replace("_", "-"), replace(workload, fixed=freer)))
+            requests.append((flags.get(name, name.replace("_", "-")), replace(workload, fixed=freer)))
     for flag, request in requests:
         if remedy := _fitting(request, nearest.formula.peak_device_bytes, f"leave --{flag} out"):
             yield remedy

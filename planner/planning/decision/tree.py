@@ -409,10 +409,8 @@ def _checkpointing_answer(need: int, family: TrainSetup, workload: Workload) -> 
         choice = "yes"
         reason = f"{least} would fit without it ({gib(need)}), but the larger micro-batch it allows is faster"
     else:
-        choice, reason = (
-            "no",
-            f"without it {least} would need {gib(need)}, which fits, and nothing has to be recomputed",
-        )
+        choice = "no"
+        reason = f"without it {least} would need {gib(need)}, which fits, and nothing has to be recomputed"
     if family.checkpointing > 1 and choice == "yes":
         choice = f"every {family.checkpointing} layers"
     return Answer(CHECKPOINTING, choice, reason, need, budget)
