@@ -223,7 +223,8 @@ def test_flex_attention_is_for_sinks_and_holds_no_scores() -> None:
     fixed = {"attention": ("flex-attention",)}
     long = planned(PlanRequest(fixed=fixed, seq_len=60_000, global_batch=8).workload(gpt_oss, gpu))
     assert long.chosen.setup.attention == "flex-attention"
-    of_two = PlanRequest(seq_len=16_384, fixed={"method": ("lora",)}).workload(gpt_oss, gpu, make_cluster(gpu, 2))
+    fewer = {"method": ("lora",), "parallel": ("ddp",)}
+    of_two = PlanRequest(seq_len=16_384, fixed=fewer).workload(gpt_oss, gpu, make_cluster(gpu, 2))
     refused = plan_workload(of_two)
     assert isinstance(refused, NoPlan)
     assert "--attention flex-attention" in refused.remedies[0].action

@@ -118,9 +118,11 @@ def test_a_mixture_that_fits_no_other_way_gets_a_plan_with_the_target_that_runs_
     assert plan.notes[0].startswith("nothing fits with the experts in 16 bits; in 4 bits Axolotl alone")
     assert isinstance(plan_workload(plan_request(QWEN, fixed={"quantize_experts": (False,)})), NoPlan)
     assert isinstance(plan_workload(plan_request(QWEN, targets=("trl",))), NoPlan)
-    two = plan_workload(plan_request(QWEN, fixed={"method": ("qlora",)}, cluster=make_cluster(GPU, 2)))
+    two = plan_workload(
+        plan_request(QWEN, fixed={"method": ("qlora",), "parallel": ("ddp",)}, cluster=make_cluster(GPU, 2))
+    )
     assert isinstance(two, Plan)
-    assert (two.chosen.setup.parallel, two.chosen.setup.quantize_experts) == ("ddp", True)
+    assert two.chosen.setup.quantize_experts
     roomy = plan_workload(plan_request(QWEN, "a100-80gb"))
     assert isinstance(roomy, Plan)
     assert not roomy.chosen.setup.quantize_experts
