@@ -424,7 +424,7 @@ def _labelled(row: Row) -> Row | None:
 
 
 CLASSES = "give every row one class by its name or a whole number; no launch file trains scores or several labels"
-_FRACTION = re.compile(r"[-+]?\d*\.\d+(?:[eE][-+]?\d+)?")
+_FRACTION = re.compile(r"\A[-+]?\d*\.\d+(?:[eE][-+]?\d+)?")
 _WHOLE = re.compile(r"\A([-+]?\d++)\.0++")
 _OTHER_SAMPLES: Mapping[str, Callable[[Row], Row | None]] = {
     "preference": _preference,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from planner.core.children import ROOT
 
 LENGTH = 2_500
-LIMIT_S = 0.0125
+LIMIT_S = 0.02
 RUNS = (
     " ",
     "\t",

@@ -31,7 +31,7 @@ _OPENS = re.compile(r"<<-?[ \t]*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
 _INTO = re.compile(r"(?<![\d&])>{1,2}[ \t]*[\"']?([^\s\"'<>|&;]+)")
 _BY_TEE = re.compile(r"\btee[ \t]+(?:-\w[ \t]+)?[\"']?([^\s\"'<>|&;-][^\s\"'<>|&;]*)")
 _TAKES_TEXT = re.compile(r"(?:^|[|;&(][ \t]*)(?:sudo[ \t]+)?(?:cat|tee|read|python[\d.]*)\b")
-_READ = re.compile(r"[ \t]*+read[ \t]++(?:-\w++[ \t]++(?:''[ \t]++)?)*+(\w++)[ \t]*+")
+_READ = re.compile(r"read[ \t]++(?:-\w++[ \t]++(?:''[ \t]++)?)*+(\w++)")
 """A variable that takes a text: `read -r -d '' COMMANDS <<EOF`."""
 _FUNCTION = re.compile(
     r"^(?:function[ \t]+([\w-]+)[ \t]*(?:\([ \t]*\))?|([\w-]+)[ \t]*\([ \t]*\))[ \t]*(\{)?[ \t]*(.*)$", re.DOTALL
@@ -71,7 +71,7 @@ def without_documents(text: str, script: Script) -> str:
             if inner.strip() == opens[2]:
                 break
             body.append(inner)
-        if taken := _READ.fullmatch(line[: opens.start()]):
+        if taken := _READ.fullmatch(line[: opens.start()].strip()):
             remaining.append(f"{taken[1]}=" + shlex.quote(" ".join(body).replace("\\", " ")))
             continue
         around = line[: opens.start()] + line[opens.end() :]
