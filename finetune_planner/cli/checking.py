@@ -29,7 +29,7 @@ from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
 from planner.planning.check import CheckResult, check
 from planner.planning.option_values import memory_and_headroom
-from planner.planning.predict import predict, with_padding
+from planner.planning.predict import predict_with_padding
 from planner.planning.single_changes import Predict
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
@@ -246,7 +246,7 @@ def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapp
 
 def predictor(spec: ModelSpec, card: GpuSpec, cluster: Cluster | None = None) -> Predict:
     """The formula for setups of one model on one card."""
-    return lambda setup: with_padding(predict(spec, card, setup, cluster), spec, card, setup, cluster)
+    return lambda setup: predict_with_padding(spec, card, setup, cluster)
 
 
 def dry_run_of(

@@ -27,7 +27,7 @@ from planner.memory.attention_kernels import default_attention
 from planner.models.spec import ModelSpec
 from planner.options.sound import HALVES_STACK, TEXT_TOKENS
 from planner.planning.option_values import positive
-from planner.planning.predict import predict, with_padding
+from planner.planning.predict import predict, predict_with_padding
 from planner.planning.single_changes import enough_alone
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_request
@@ -175,7 +175,7 @@ def candidate_of(
 
         if refused := why_not(spec, setup):
             raise UsageError(f"no engine runs this setup: {refused}", hint="change what the sentence names")
-    formula = with_padding(predict(spec, card, setup, cluster), spec, card, setup, cluster)
+    formula = predict_with_padding(spec, card, setup, cluster)
     result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=formula)
     if dry:
         result = with_dry_run(result, spec, card, memory_bytes=memory)

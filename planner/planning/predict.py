@@ -138,6 +138,13 @@ def with_padding(
     return replace(prediction, memory_band_fraction=widest, bands=bands, notes=(*prediction.notes, note))
 
 
+def predict_with_padding(
+    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None, *, planned: bool = False
+) -> Prediction:
+    """`predict`, as people are shown it: `with_padding`."""
+    return with_padding(predict(model, gpu, setup, cluster, planned=planned), model, gpu, setup, cluster)
+
+
 PADDING_MATTERS = 0.01
 """Share of a peak or of a step from which on a mask of padding is told."""
 

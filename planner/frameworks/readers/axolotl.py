@@ -332,18 +332,19 @@ def _parallel(settings: Settings) -> Layout:
         if "fsdp_version" in layout:
             settings.assume("FSDP 1 is an older Axolotl's (0.21 refuses it), taken with transformers 4.57")
             return layout | {"transformers_version": "4.57"}
-        return layout | _staged(settings, inner, layout)
+        return layout | _staged(settings, layout)
     return {"parallel": "none", **_mesh(settings)}
 
 
-def _staged(settings: Settings, block: Mapping[str, Any], layout: Layout) -> Layout:
+def _staged(settings: Settings, layout: Layout) -> Layout:
     """The stack, where a 4-bit base is quantized on the host and each GPU gets its part.
 
     Source: axolotl 0.21 utils/schemas/validation.py check_fsdp2_cpu_ram_efficient_loading_w_4bit, loaders/nf4.py.
     """
-    inner = Settings({str(key).removeprefix("fsdp_"): value for key, value in block.items()}, settings.name)
+    block = settings.block("fsdp_config")
+    by_rank_0 = block.flag(block.first("cpu_ram_efficient_loading", "fsdp_cpu_ram_efficient_loading"), False)
     four_bits = settings.flag("load_in_4bit", False) and settings.raw("adapter") == "qlora"
-    if not (four_bits and inner.flag("cpu_ram_efficient_loading", False) and layout.get("parallel") == "fsdp2"):
+    if not (four_bits and by_rank_0 and layout.get("parallel") == "fsdp2"):
         return {}
     if settings.raw("qlora_sharded_model_loading") is False:
         return {}

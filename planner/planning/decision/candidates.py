@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from planner.memory.workload import Workload
-from planner.planning.predict import predict, with_padding
+from planner.planning.predict import predict, predict_with_padding
 from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
@@ -16,10 +16,8 @@ def candidate(workload: Workload, setup: TrainSetup, *, padding: bool = True) ->
     Args:
         padding: what samples that differ in length take is in its band and its notes: not needed where it is measured.
     """
-    model, gpu, cluster = workload.model, workload.gpu, workload.cluster
-    prediction = predict(model, gpu, setup, cluster, planned=True)
-    if padding:
-        prediction = with_padding(prediction, model, gpu, setup, cluster)
+    level = predict_with_padding if padding else predict
+    prediction = level(workload.model, workload.gpu, setup, workload.cluster, planned=True)
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
 
 

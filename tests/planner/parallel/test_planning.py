@@ -20,7 +20,7 @@ from planner.planning.decision.layouts import FIELDS, layout_key
 from planner.planning.decision.results import LAYOUT_GAIN_FRACTION
 from planner.planning.groups import WalkCache
 from planner.planning.plan import Answer, NoPlan, Plan, correction_key
-from planner.planning.predict import cannot_run, device_peak_bytes, predict, with_padding
+from planner.planning.predict import cannot_run, device_peak_bytes, predict, predict_with_padding
 from planner.planning.refine import refine
 from planner.planning.targets import with_one_node_note
 from planner.setup import TrainSetup
@@ -113,7 +113,7 @@ def test_the_walked_figures_are_those_of_the_prediction() -> None:
     plan = chosen_for()
     setup = plan.chosen.setup
     model, gpu, cluster = plan.workload.model, plan.workload.gpu, plan.workload.cluster
-    formula = with_padding(predict(model, gpu, setup, cluster, planned=True), model, gpu, setup, cluster)
+    formula = predict_with_padding(model, gpu, setup, cluster, planned=True)
     assert formula == plan.chosen.formula
     micro = answer(plan, "Which micro-batch").needed_bytes
     assert micro == pytest.approx(formula.peak_device_bytes, rel=0.015)
