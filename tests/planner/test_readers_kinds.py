@@ -2,13 +2,14 @@
 repositories, each told here in spellings of its own, and its opposite beside it."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.frameworks.readers import FileContext, ReadConfig, read_config, read_text
-from planner.frameworks.readers.common import FAKE_QUANTIZED
+from planner.frameworks.readers.common import FAKE_QUANTIZED, NOT_UNSCALED
 from planner.frameworks.readers.program.interpret import run
 from planner.frameworks.readers.program.reading import ProgramContext
 from planner.frameworks.readers.types import LowerBound, overrides, parse_sets
@@ -404,13 +405,19 @@ def test_a_length_that_is_open_says_where_it_comes_from(taken: str, why: str) ->
     "deepspeed", ["'ds_z2_config.json'", "{'zero_optimization': {'stage': 2}}", "'conf/zero2.json'"]
 )
 def test_deepspeed_trains_fp16_weights_whole(deepspeed: str) -> None:
-    """It keeps fp32 masters, and scales the loss itself; torch's scaler refuses fp16 gradients."""
+    """It keeps fp32 masters, and scales the loss itself; torch's scaler refuses fp16 gradients and has no bf16 kernel,
+    which FSDP never shows it, as it trains fp32 copies."""
     given = "TrainingArguments('o', per_device_train_batch_size=1, fp16=True{})"
     body = "block_size = 512\n" + LOADED.format("torch_dtype=torch.float16") + "Trainer(model=model, args={}).train()\n"
     config = read(body.format(given.format(f", deepspeed={deepspeed}")), num_gpus=2)
-    assert (config.setup.precision, config.setup.parallel) == ("fp16-mixed", "zero2")
-    with pytest.raises(ConfigError, match="cannot unscale"):
-        read(body.format(given.format("")))
+    assert (config.setup.precision, config.setup.parallel, config.refusals) == ("fp16-mixed", "zero2", ())
+    for half, kind in product(("float16", "bfloat16"), ("FSDP", "DEEPSPEED", "MULTI_GPU", "")):
+        launcher = f"distributed_type: {kind}\nnum_processes: 2\nmixed_precision: fp16\n" if kind else None
+        program = HEAD + body.replace("float16", half).format(given.format(""))
+        for text in (program, program.replace(", fp16=True", "") if kind else program):
+            reading = read_text(text, "train.py", model=resolve_model("llama 3.1 8b"), launcher=launcher)
+            assert bool(reading.refusals) == (kind in ("", "MULTI_GPU")), (half, kind)
+            assert set(reading.refusals) <= {NOT_UNSCALED}
 
 
 @pytest.mark.parametrize(

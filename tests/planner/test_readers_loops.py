@@ -63,6 +63,8 @@ def test_a_plain_loop_is_read_as_the_step_that_it_makes(case: str) -> None:
         "micro_batch_seqs accumulation_steps seq_len_tokens precision optimizer method stack",
         (3, 4, 256, "bf16-mixed", "adamw", "full", STACKS[case]),
     )
+    halves = (HEAD + LOOPS[case]).replace("bfloat16", "float16").replace("bf16", "fp16").replace("float32", "float16")
+    assert len(read_text(halves, "t.py").refusals) == (case != "of a script")  # which has no loss scaler
 
 
 SCRIPT = LOOPS["of a script"]

@@ -146,18 +146,24 @@ def attention(settings: Settings, key: str) -> str:
     return ATTENTIONS[name]
 
 
+NOT_UNSCALED = (
+    "the loss scaler of fp16 autocast cannot unscale the gradients of 16-bit weights, so full fine-tuning stops at "
+    "its first step; load the weights in float32"
+)
+"""Source: PyTorch 2.13 `torch/amp/grad_scaler.py` _unscale_grads_ (fp16: "Attempting to unscale FP16 gradients"),
+`AmpKernels.cu` (no kernel for bf16: pytorch/pytorch issue 127176). Not under FSDP, where accelerate 1.15 makes what
+trains fp32 (`utils/fsdp_utils.py` fsdp2_prepare_model, `Accelerator.prepare_model`), and under DeepSpeed, which has
+fp32 masters and a scaler of its own."""
+
+
 def precision(settings: Settings, weights: str, autocast: str | None, method: str) -> str:
     """A setup's precision from the data types of weights and autocast."""
-    if (weights, autocast) == ("fp16", "fp16") and method == "full":
-        if settings.raw("deepspeed"):  # it keeps fp32 masters, and scales the loss itself
-            return "fp16-mixed"
-        raise ConfigError(
-            f"{settings.name}: full fine-tuning of fp16 weights under fp16 autocast fails (the loss scaler cannot "
-            "unscale fp16 gradients)",
-            hint="load the weights in float32",
-        )
-    if (weights, autocast, method) == ("bf16", "fp16", "full"):
-        settings.assume("bf16 weights under fp16 autocast are counted as fp16-mixed")
+    if method == "full" and autocast == "fp16" and weights != "fp32":
+        sharded = settings.raw("deepspeed") or settings.raw("fsdp")
+        if not sharded and (weights == "fp16" or stored_dtype(settings.model)):  # else bf16 may be a guess
+            settings.refusals.append(NOT_UNSCALED)
+        else:
+            settings.assume(f"{weights} weights under fp16 autocast are counted as fp16-mixed")
         return "fp16-mixed"
     if (weights, autocast) in PRECISIONS:
         return PRECISIONS[(weights, autocast)]

@@ -241,6 +241,9 @@ def under_launcher(
     setup = layout.setup
     by_fsdp = settings.raw("distributed_type") == "FSDP" and common.fsdp_checkpoints(settings.block("fsdp_config"))
     twice = by_fsdp and inner.setup.checkpointing and (inner.call_line or inner.format == trl.FORMAT)
+    refusals = [*inner.refusals, *layout.refusals]
+    if setup.parallel in SHARDED:
+        refusals = [refusal for refusal in refusals if refusal != common.NOT_UNSCALED]
     if setup.parallel == "ddp" and inner.setup.parallel in SHARDED:  # TrainingArguments shard, whatever started it
         setup = setup.replace(parallel=inner.setup.parallel, **inner.setup.layout)
     if inner.format == trl.FORMAT and setup.parallel == "zero3" and setup.method == "lora":
@@ -250,7 +253,7 @@ def under_launcher(
         setup=setup,
         missing=tuple(entry for entry in inner.missing if entry.field not in OF_LAUNCHER),
         reentrant=inner.reentrant and not by_fsdp,
-        refusals=(*inner.refusals, *([common.CHECKPOINTED_TWICE] if twice else [])),
+        refusals=(*refusals, *([common.CHECKPOINTED_TWICE] if twice else [])),
         assumptions=(*inner.assumptions, *layout.assumptions),
         approximations=(*inner.approximations, *layout.approximations),
     )

@@ -270,6 +270,8 @@ class _Script:
         fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
         if self.training_run.loop is not None:
             fields["stack"] = self.training_run.loop.stack
+            if not self.training_run.loop.scales:
+                arguments.refusals = [reason for reason in arguments.refusals if reason != common.NOT_UNSCALED]
         if self.objective_spec.whole_batch:
             arguments.assume(PAIRS)
             fields["stack"] = "sentence-transformers"

@@ -299,7 +299,8 @@ def read_accelerate(settings: Settings) -> ReadConfig:
     layout, changes = _layout(settings, kind, processes)
     mixed = settings.raw("mixed_precision", "no")
     if mixed in ("bf16", "fp16") and base.autocast_dtype is None and base.precision in ("fp32", "bf16-pure"):
-        weights = base.weight_dtype if mixed == "bf16" else "fp32"
+        widened = base.method != "full" or kind in ("FSDP", "DEEPSPEED")
+        weights = "fp32" if mixed == "fp16" and widened else base.weight_dtype
         changes["precision"] = common.precision(settings, weights, mixed, base.method)
     elif mixed == "fp8":
         settings.approximate("fp8 matrix multiplications are counted as bf16")

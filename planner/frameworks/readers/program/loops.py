@@ -79,11 +79,13 @@ class Steps:
 @dataclass(frozen=True)
 class Loop:
     """A plain loop: the trainer that makes the same step, the stack whose outputs live as long, sequences that it
-    evaluates at once beside training (0: no more than it trains; None: not known)."""
+    evaluates at once beside training (0: no more than it trains; None: not known), whether its optimizer is stepped by
+    a loss scaler."""
 
     trainer: CallResult
     stack: str
     eval_seqs: int | None
+    scales: bool
 
 
 def loader_of(value: Value) -> CallResult | None:
@@ -159,7 +161,8 @@ def plain_loop(steps: Steps, made: list[CallResult]) -> Loop | None:
     keeps = "kept" in forward.attributes and "del" not in forward.called
     mixed = accelerator is not None and plain(keywords["bf16"]) is not plain(keywords["fp16"])
     stack = STACKS[mixed][keeps]
-    return Loop(trainer, stack, _evaluated(steps, context.loader, batch))
+    scales = accelerator is not None or bool(updates[0][0].positional)
+    return Loop(trainer, stack, _evaluated(steps, context.loader, batch), scales)
 
 
 def _prepares(call: CallResult) -> bool:
