@@ -2,9 +2,11 @@
 
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -23,6 +25,7 @@ from probes.phantom.loading import config_of_catalogue, generation_without_files
 from probes.phantom.mode import Phantom
 from probes.phantom.repeats import repeated_once
 from probes.phantom.texts import (
+    NUM_BATCHES,
     data_sets_stand_in,
     encoding_stands_in,
     metrics_stand_in,
@@ -65,7 +68,7 @@ def hooks(phantom: Phantom, stack: ExitStack) -> dict[str, Hook]:
         "transformers.modeling_utils": of(load_without_weights),
         "transformers.configuration_utils": of(config_of_catalogue),
         "transformers.trainer": of(repeated_once),
-        "torch.utils.data": of(_one_process),
+        "torch.utils.data": of(_one_process, _batches_full),
         **_refused(stack),
     }
 
@@ -248,3 +251,36 @@ def _one_process(phantom: Phantom, module: Any, patch: Patch) -> None:
         true(self, *args, **kwargs)
 
     patch(loader, "__init__", init)
+
+
+def _batches_full(phantom: Phantom, module: Any, patch: Patch) -> None:
+    """Stand-in rows are fewer than many programs put into a batch, and alike, so that samplers leave them out."""
+    batches_of = module.DataLoader._index_sampler.fget
+
+    def full(self: Any) -> Any:
+        size = self.batch_size or getattr(self.batch_sampler, "batch_size", None)
+        if not phantom.stand_in_rows or self._dataset_kind != module.dataloader._DatasetKind.Map or not size:
+            return batches_of(self)
+        return _Full(batches_of(self), size, len(self.dataset))
+
+    patch(module.DataLoader, "_index_sampler", property(full))
+
+
+@dataclass(frozen=True)
+class _Full:
+    """A sampler's batches, rows repeated up to the size that the program gives, and enough of them to accumulate."""
+
+    batches: Any
+    size: int
+    num_rows: int
+
+    def __len__(self) -> int:
+        return max(len(self.batches), NUM_BATCHES)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        first, count = [*range(self.num_rows)], 0
+        for count, batch in enumerate(self.batches, 1):
+            first = first if count > 1 else [*batch]
+            yield [*islice(cycle(batch), self.size)]
+        for _ in range(count, NUM_BATCHES):
+            yield [*islice(cycle(first), self.size)]

@@ -31,10 +31,11 @@ from probes.phantom.imports import sitecustomize
 
 _KEEPER = "import sys; sys.path.append({root!r}); from probes.phantom.isolation import main; main()"
 NOTEBOOK = ".ipynb"
-_KERNEL = """import builtins, contextlib, linecache, sys
+_KERNEL = """import builtins, contextlib, importlib.machinery, linecache, sys
 from unittest.mock import MagicMock
 sys.path[0], builtins.display = {folder!r}, print
 colab, kaggle = sys.modules["google.colab"], sys.modules["kaggle_secrets"] = MagicMock(), MagicMock()
+colab.__spec__ = importlib.machinery.ModuleSpec("google.colab", None)
 colab.userdata.get.return_value = kaggle.UserSecretsClient().get_secret.return_value = ""
 with contextlib.suppress(ImportError):
     import huggingface_hub

@@ -22,6 +22,8 @@ from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom
 
 NUM_ROWS = 64
+NUM_BATCHES = 16
+"""At least so many are made of the rows, whatever their size: a step accumulates over several."""
 IMAGE_SIZE = (1024, 1024)
 _PROMPT_TOKENS = 32
 """Of what comes before an answer: where a maximum cuts the end, something of the answer must be left."""
@@ -333,7 +335,7 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch) -> None:
                 raise
             made = _stand_in_rows(phantom, datasets, str(path), str(name or ""), type(error).__name__)
             if kwargs.get("streaming"):
-                made = made.to_iterable_dataset()
+                made = made.to_iterable_dataset().repeat(NUM_BATCHES)
             if split is not None:
                 return made
             parts = {"train": made, "test": made, "validation": made}
@@ -368,7 +370,8 @@ def _stand_in_rows(phantom: Phantom, datasets: Any, path: str, name: str, why: s
     pictures = " and a picture of {} x {} pixels".format(*options.image_size) if "images" in row else ""
     phantom.note(
         f"{path}: this data set is not on this machine ({why}); {NUM_ROWS} stand-in rows with {', '.join(row)} of "
-        f"{tokens:,} tokens and more{pictures} were used, which the program cuts to its own maximum length"
+        f"{tokens:,} tokens and more{pictures} were used, which the program cuts to its own maximum length; "
+        "batches are filled by repeating them"
     )
     phantom.stand_in_rows = path
     made = datasets.Dataset.from_dict({key: [value] * NUM_ROWS for key, value in row.items()})

@@ -9,8 +9,9 @@ torch = pytest.importorskip("torch")
 
 from planner.core.errors import SetupError  # noqa: E402
 from planner.frameworks.exporters import EXPORTERS  # noqa: E402
+from planner.frameworks.readers.common import PEFT_DEFAULT_TARGETS  # noqa: E402
 from planner.memory.trained import trained_parameters  # noqa: E402
-from planner.models import module_tree  # noqa: E402
+from planner.models import catalogue, module_tree  # noqa: E402
 from planner.models.families import spec_from_config  # noqa: E402
 from planner.options.adapters import ADAPTERS  # noqa: E402
 from planner.setup.interchange import setup_from_dict  # noqa: E402
@@ -48,6 +49,16 @@ def test_trained_parameters_equal_pefts_of_every_kind() -> None:
                 wrapped = add_adapters(build_on_meta(config), setup)
             real = sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
             assert trained_parameters(spec, setup).num == real, (model_type, kind)
+
+
+def test_matrices_taken_where_none_are_named_are_pefts() -> None:
+    """Of every type of the catalogue that peft has a default for."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFTS
+
+    types = {model.model_type for name in catalogue.names() if (model := catalogue.load(name))} & PEFTS.keys()
+    by_name = {model_type for model_type in types if isinstance(PEFTS[model_type], list)}
+    ours = {model_type: PEFT_DEFAULT_TARGETS.get(model_type, ("q_proj", "v_proj")) for model_type in by_name}
+    assert ours == {model_type: tuple(PEFTS[model_type]) for model_type in by_name}
 
 
 def test_the_scripts_own_lines_train_as_many_parameters() -> None:

@@ -92,9 +92,12 @@ SIZES = {
 PEFT_DEFAULT_TARGETS = {
     "gpt2": ("c_attn",),
     **dict.fromkeys(("gpt_neox", "bloom", "falcon"), ("query_key_value",)),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "layoutlm"), ("query", "value")),
+    "deberta-v2": ("query_proj", "value_proj"),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "phi": ("q_proj", "v_proj", "fc1", "fc2"),
     "phi3": ("qkv_proj", "o_proj"),
-    "t5": ("q", "v"),
+    **dict.fromkeys(("t5", "mt5"), ("q", "v")),
 }
 """PEFT's own targets where none are given (peft 0.21, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING); q_proj and
 v_proj for every model type not named here."""

@@ -220,6 +220,30 @@ def test_rows_of_a_program_that_classifies_have_a_label(phantom: Phantom, monkey
     assert datasets.load_dataset("nobody/knows-this", split="train").column_names == ["text", "label"]
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_stand_in_rows_fill_every_batch_of_the_size_that_the_program_gives(
+    drop_last: bool, phantom: Phantom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 rows are no batch of 100, and none of alike rows to a sampler that wants them all different."""
+    import datasets
+    from sentence_transformers.base.sampler import NoDuplicatesBatchSampler
+    from torch.utils.data import DataLoader
+
+    own = datasets.Dataset.from_dict({"text": ["a"] * 3})
+    assert [len(batch["text"]) for batch in DataLoader(own, batch_size=100)] == [3]
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    rows = datasets.load_dataset("nobody/knows-this", split="train")
+    different = NoDuplicatesBatchSampler(rows, batch_size=100, drop_last=drop_last)
+    streamed = datasets.load_dataset("nobody/knows-this", split="train", streaming=True)
+    for loader in (
+        DataLoader(rows, batch_size=100, shuffle=True, drop_last=drop_last),
+        DataLoader(rows, batch_sampler=different),
+        DataLoader(streamed, batch_size=100, drop_last=True),
+    ):
+        sizes = [len(batch["text"]) for batch in loader]
+        assert sizes[:2] == [100, 100]
+
+
 def test_a_column_that_stand_in_rows_lack_is_added(phantom: Phantom, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program reads the columns that its data set has; its name does not always tell them."""
     import datasets
@@ -461,8 +485,9 @@ def _bytes() -> Any:
 
 
 def test_a_notebooks_cells_run_in_its_place(tmp_path: Path) -> None:
-    """Imports look in the folder, as a kernel's do, and a cell's lines keep their numbers."""
+    """Imports look in the folder, as a kernel's do, and a cell's lines keep their numbers; `find_spec` works."""
     cells = ["!pip install x\nimport trl_beside\n", "%%bash\nls\n"]
+    cells.append("from importlib.util import find_spec\nfind_spec('google.colab').name\n")
     cells.append("from google.colab import userdata\nfrom huggingface_hub import login\nlogin(userdata.get('HF'))\n")
     cells.append("def f():\n    return 1 / 0\nprint(trl_beside.A)\n\nf()\n")
     codes = [{"cell_type": "code", "source": code} for code in cells]
@@ -479,4 +504,4 @@ def test_a_notebooks_cells_run_in_its_place(tmp_path: Path) -> None:
         assert (words[1] != "my trl.ipynb", bool(scripts)) == (by_us, by_us)
     ran = subprocess.run([sys.executable, word], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.stdout == "beside\n"
-    assert 'File "my trl.ipynb:cell 4", line 2, in f' in ran.stderr
+    assert 'File "my trl.ipynb:cell 5", line 2, in f' in ran.stderr
