@@ -35,6 +35,8 @@ _MAKERS: Mapping[str, Callable[[ModelSpec, Mapping[str, Any], int, int], Encoder
 }
 SEEING = tuple(_MAKERS)
 """Model types whose pictures are planned."""
+MODALITIES = frozenset({"vision_config", "audio_config"})
+"""Keys of a configuration that say of a model that it takes more than text."""
 
 
 _VISION_APART = {

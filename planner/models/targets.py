@@ -9,6 +9,7 @@ Measured: counts equal real PEFT on meta for all 44 types (tests/probes/test_lor
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -215,6 +216,14 @@ def _modules(model: ModelSpec, *, with_head: bool = False) -> Iterator[tuple[Lay
     outer = model.outer_linears + ((model.head,) if with_head and model.head is not None else ())
     if outer:
         yield _outer(outer), 1, outer
+
+
+def repeated_leaves(model: ModelSpec) -> list[str]:
+    """The last parts of names that several matrices share."""
+    leaves = Counter[str]()
+    for _, num, linears in _modules(model, with_head=True):
+        leaves.update({linear.name.rpartition(".")[2]: num for linear in linears})
+    return [leaf for leaf, num in leaves.items() if num > 1]
 
 
 def _outer(linears: tuple[LinearSpec, ...]) -> LayerSpec:

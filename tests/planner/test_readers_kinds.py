@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published_objectives import model_of
+from benchmarks.shared import DATA, rows_of
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.frameworks.readers import FileContext, ReadConfig, read_config, read_text
 from planner.frameworks.readers.common import FAKE_QUANTIZED, NOT_UNSCALED
@@ -17,7 +19,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.models.stored import stored_refusal
-from planner.models.targets import num_lora_params
+from planner.models.targets import lora_linears, num_lora_params
 from planner.planning.predict import predict
 from tests.planner.helpers import open_fields, says
 
@@ -112,6 +114,48 @@ def test_tables_among_unsloths_targets_are_trained_whole() -> None:
     adapted = UNSLOTH.replace("r=8", "r=8, target_modules=['q_proj', 'embed_tokens', 'lm_head']")
     setup = read_text(HEAD + adapted, "train.py", around=FileContext()).setup
     assert (setup.lora_targets, setup.modules_to_save) == (("q_proj",), ("embed_tokens", "lm_head"))
+
+
+UNSLOTHS_PICTURES = (
+    "from unsloth import {0}\nfrom unsloth.trainer import UnslothVisionDataCollator\n"
+    "model, tok = {0}.from_pretrained(NAME)\nmodel = {0}.get_peft_model(model, r=RANK, {1})\n"
+    "SFTTrainer(model, args=SFTConfig(max_length=2048), data_collator=UnslothVisionDataCollator(model, tok)).train()\n"
+)
+
+
+def test_unsloths_notebooks_of_pictures_are_read() -> None:
+    """The trained parameters that they print, and the loss and kernels by which their memory was compared."""
+    rows = [row for row in rows_of(DATA / "published_objectives.jsonl") if "trained" in row]
+    for row in rows:
+        model, rank = model_of(row), str(row["setup"]["lora_rank"])
+        program = UNSLOTHS_PICTURES.format("FastVisionModel", "").replace("RANK", rank)
+        config = read_text(HEAD + program, "train.py", model=model, around=FileContext())
+        setup = overrides(config, parse_sets(["images=1x320x50"])).setup
+        assert (setup.stack, setup.loss, setup.kernels, setup.activation_offload) == ("unsloth", "full", "eager", False)
+        trained = num_lora_params(model, setup.lora_targets, setup.lora_rank)
+        fewer = 0.955 if row["model"].endswith(("E2B-it", "E4B-it")) else 1  # keys and values of shared layers
+        assert fewer * row["trained"] <= trained <= row["trained"], row["source"]
+    assert len(rows) == 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "encoder", "text"),
+    [
+        ("FastVisionModel", "finetune_language_layers=False", "qkv proj gate_proj up_proj down_proj", ""),
+        ("FastModel", "finetune_vision_layers=False, finetune_mlp_modules=False", "", "q_proj k_proj v_proj o_proj"),
+        ("FastModel", "finetune_vision_layers=False, target_modules=['q_proj', 'qkv']", "", "q_proj"),
+        ("FastLanguageModel", "finetune_attention_modules=False", "", "gate_proj up_proj down_proj"),
+    ],
+)
+def test_unsloth_adapts_the_parts_that_its_switches_name(kind: str, more: str, encoder: str, text: str) -> None:
+    model = catalogue.load("Qwen/Qwen2.5-VL-3B-Instruct")
+    assert model is not None
+    program = HEAD + UNSLOTHS_PICTURES.format(kind, more).replace("RANK", "16")
+    setup = read_text(program, "train.py", model=model, around=FileContext()).setup
+    adapted: dict[bool, set[str]] = {True: set(), False: set()}
+    for layer, _, linears in lora_linears(model, setup.lora_targets):
+        adapted["visual" in layer.path] |= {linear.leaf for linear in linears}
+    assert adapted == {True: set(encoder.split()), False: set(text.split())}
 
 
 @pytest.mark.parametrize(("bits", "experts"), [("", True), (", load_in_4bit=False", False)])
@@ -905,7 +949,7 @@ REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
         ))
         for trainer in ("TPOTrainer", "SDFTTrainer", "SDPOTrainer")
     ),
-    (NotPlanned, r"trains with \w+ \((vision|depth estimation|speech)\)", "train.py", tuple(
+    (NotPlanned, r"trains with \w+ \((segmentation|depth estimation|masked images|speech)\)", "train.py", tuple(
         f"from transformers import *\nm = {model}\nTrainer(m, TrainingArguments('o')).train()\n"
         for model in (
             "AutoModelForUniversalSegmentation.from_pretrained('a/b')", "AutoModelForDepthEstimation.from_config(c)",

@@ -176,8 +176,8 @@ REFUSED = {
     "PPO": "from trl import PPOTrainer\nSFTTrainer('gpt2').train()\nPPOTrainer(model='gpt2').train()\n",
     "token classification": "from transformers import AutoModelForTokenClassification as A\n"
     "Trainer(A.from_pretrained('gpt2'), TrainingArguments()).train()\n",
-    "vision": "from unsloth import FastVisionModel\nm, t = FastVisionModel.from_pretrained('x')\n"
-    "SFTTrainer(m, args=SFTConfig()).train()\n",
+    "audio": "from datasets import Audio\nfrom unsloth import FastModel\nm, t = FastModel.from_pretrained('x')\n"
+    "rows = load().cast_column('audio', Audio(16000))\nSFTTrainer(m, args=SFTConfig(), train_dataset=rows).train()\n",
     "LoHaConfig": "from peft import LoHaConfig as L\nSFTTrainer('gpt2', args=SFTConfig(), peft_config=L()).train()\n",
     "SimPO": "from mine import SimPOTrainer\nSimPOTrainer('gpt2', args=TrainingArguments()).train()\n",
     "grpo": "from trl import GRPOConfig\nfrom mine import MyTrainerOfGroups as T\n"

@@ -269,23 +269,21 @@ def adapter(settings: Settings, fields: dict[str, Any], kind: str) -> dict[str, 
 
 
 def pictures(settings: Settings, fields: Mapping[str, Any], keys: Mapping[str, Any], freezes: str = "") -> None:
-    """Asks what a sample shows, where one of these settings says that pictures are trained on: no file does. Of a model
-    whose eyes are not modelled they are not counted, and that is said.
+    """Asks what a sample shows, where one of these settings says that pictures are trained on: no file does.
 
     Args:
         keys: settings of pictures -> their values.
         freezes: the switch, on by itself, that keeps the encoder out of full fine-tuning; off, it trains on text too,
             before which the tool puts a blank picture.
     """
-    named = next((key for key, value in keys.items() if value), "")
-    if settings.model is None:
-        return
-    if settings.model.model_type not in SEEING:
-        if named:
-            settings.approximate("images are not counted, text tokens only")
-        return
+    model, named = settings.model, next((key for key, value in keys.items() if value), "")
     if not named:
-        settings.assume(TEXT_ALONE)
+        if model is not None and model.model_type in SEEING:
+            settings.assume(TEXT_ALONE)
+        return
+    if model is not None and model.model_type not in SEEING:
+        makes = f"{named} is of more than text, and what {model.model_type} makes of that is not planned"
+        settings.ask("images", f": {makes} (images=none counts text alone)")
         return
     given = {**fields, "parallel": "none"} if settings.outside.num_gpus == 1 else fields  # as `overrides` has it
     others = [f"{of} {given[of]}" for of, planned in WITH_IMAGES.items() if given.get(of, planned[0]) not in planned]

@@ -45,26 +45,22 @@ TRAINER_PARTS = {
     "Embedding": "embedding", "Contrastive": "embedding", "Classification": "classification",
 }  # fmt: skip
 """Parts of the names of programs' own trainers -> what they train."""
+VISION = "vision"
+"""What is trained with a model of text and pictures; what its samples show is asked for."""
 MODEL_PARTS = {
     "SequenceClassification": "classification", "TokenClassification": "token classification",
     "QuestionAnswering": "extractive question answering", "MultipleChoice": "multiple choice", "MaskedLM": "masked LM",
-    "Vision2Seq": "vision", "ImageTextToText": "vision", "ImageClassification": "vision", "VisionModel": "vision",
-    "MultimodalLM": "vision", "CTC": "speech", "SpeechSeq2Seq": "speech", "Whisper": "speech",
-    "AudioClassification": "speech", "TextToWaveform": "speech", "UNet2D": "diffusion", "Transformer2D": "diffusion",
-    "DiffusionPipeline": "diffusion", "StableDiffusion": "diffusion", "Segmentation": "vision", "ViTMAE": "vision",
-    "ObjectDetection": "vision", "SentenceTransformer": "embedding", "ValueHead": "reinforcement learning",
-    "VLForConditional": "vision", "VLMoeForConditional": "vision", "Idefics": "vision", "Llava": "vision",
-    "PaliGemma": "vision", "Mllama": "vision", "SmolVLM": "vision", "InternVL": "vision", "AudioFlamingo": "speech",
-    "Csm": "speech", "Seq2SeqSpeech": "speech", "Wav2Vec2": "speech",
+    "Vision2Seq": VISION, "ImageTextToText": VISION, "VisionModel": VISION, "MultimodalLM": VISION,
+    "Idefics": VISION, "Llava": VISION, "ImageClassification": "image classification", "CTC": "speech",
+    "SpeechSeq2Seq": "speech", "Whisper": "speech", "AudioClassification": "speech", "TextToWaveform": "speech",
+    "UNet2D": "diffusion", "Transformer2D": "diffusion", "DiffusionPipeline": "diffusion",
+    "StableDiffusion": "diffusion", "Segmentation": "segmentation", "ViTMAE": "masked images",
+    "ObjectDetection": "object detection", "SentenceTransformer": "embedding", "ValueHead": "reinforcement learning",
+    "AudioFlamingo": "speech", "Csm": "speech", "Seq2SeqSpeech": "speech", "Wav2Vec2": "speech",
 }  # fmt: skip
 """Parts of model classes' names -> what is trained with them."""
 OF_LANGUAGE = ("CausalLM", "Seq2SeqLM", "PreTraining", "TextEncoding")
 """What transformers' classes of language models are for, as their names end."""
-WITH_VISION = (
-    "Qwen2VLFor", "Qwen2_5_VLFor", "Qwen3VLFor", "Qwen3VLMoeFor", "LlavaFor", "Mistral3For", "Idefics3For",
-    "SmolVLMFor", "InternVLFor", "AutoModelForVision2Seq", "AutoModelForImageTextToText", "AutoModelForMultimodalLM",
-)  # fmt: skip
-"""Beginnings of the classes of models of pictures, some of which are planned with theirs."""
 WITH_AUDIO = ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq")
 """Classes of models that make text of clips, some of which are planned."""
 RECIPE_PARTS = {

@@ -21,7 +21,7 @@ from planner.frameworks.readers.program.reading import LENGTH_NAMES, Program
 from planner.frameworks.readers.program.source import Source, environment_word, imported, of_script, tree_of
 from planner.frameworks.readers.program.values import CallResult, Constant, Undecided, Unknown, Value, plain
 from planner.frameworks.readers.sharding import cut_sequences, device_map, loaded, parallel_of
-from planner.frameworks.readers.training import Training, heard, measures, pictures, quantization
+from planner.frameworks.readers.training import Training, heard, measures, quantization, shows_pictures
 from planner.frameworks.readers.trl import loss_of, pairs_length, sharded
 from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import FileContext, Settings
@@ -94,6 +94,7 @@ class _Script:
     ) -> None:
         self.program, self.training_run, self.source, self.name = program, training_run, source, name
         self.model, self.outside = context.model, context
+        self.pictures = shows_pictures(training_run, context.model)
         owner = training_run.loader.owner if training_run.loader is not None else ""
         self.unsloth = owner.startswith("Fast")
         kind = training_run.trainer.name if training_run.trainer is not None else ""
@@ -224,8 +225,8 @@ class _Script:
         fields["checkpointing"] = self._checkpointing()
         if self.unsloth:
             offloads = str(self._of_unsloth()) == "unsloth"
-            fields["activation_offload"] = offloads and not self.two_halves
-            if offloads and self.two_halves:
+            fields["activation_offload"] = offloads and not self.two_halves and not self.pictures
+            if offloads and not fields["activation_offload"]:
                 arguments.approximate(common.OFFLOADED)
         else:
             fields["activation_offload"] = common.offloads(arguments, fields["checkpointing"])
@@ -265,8 +266,6 @@ class _Script:
             self.missing["num_gpus"] = workers.reason
         if self.training_run.open_objective:
             self.missing["objective"] = self.training_run.open_objective
-        if why := pictures(self.training_run, self.model, self.name):
-            self.missing["images"] = why
         fields["stack"] = "trl" if self.trl else "hf"  # Unsloth's is known by the format
         if self.training_run.loop is not None:
             fields["stack"] = self.training_run.loop.stack
@@ -278,6 +277,7 @@ class _Script:
             fields |= training.contrast(self.training_run, arguments)
         fields |= heard(self.training_run, arguments, fields)
         fields |= self._layout(constants, fields)
+        common.pictures(arguments, fields, {self.pictures: True})
         row = self._adapter_row()
         fields = common.adapter(arguments, fields, row.name if row else common.adapter_kind(self.lora, SCRIPT.name))
         return fields | common.adapted_layers(self.lora, "layers_to_transform", fields)
@@ -340,17 +340,17 @@ class _Script:
 
     def _adapter_fields(self, method: str) -> dict[str, Any]:
         """Size, by the adapter's own name for it, targets and types."""
-        row, lora, unsloth = self._adapter_row(), self.lora, self.unsloth
+        row, lora = self._adapter_row(), self.lora
         names = lora.text_or_names("target_modules")
         if len(names) == 1 and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)+", names[0]):
             names = tuple(part.strip() for part in names[0].split(","))
         saved = common.modules_to_save(lora, "modules_to_save", self.arguments)
-        if unsloth and (whole := tuple(name for name in UNSLOTH_WHOLE if name in names)):
+        if self.unsloth and (whole := tuple(name for name in UNSLOTH_WHOLE if name in names)):
             names = tuple(name for name in names if name not in whole)
             saved = tuple(dict.fromkeys((*saved, *whole)))
             lora.assume(f"{', '.join(whole)} as targets: Unsloth trains them whole; counted")
         if row is None:
-            size = lora.integer("r", 16 if unsloth else 8, at_least=1)
+            size = lora.integer("r", 16 if self.unsloth else 8, at_least=1)
         elif row.form == "rows":
             indices = lora.raw("token_indices")
             size = len(indices) if isinstance(indices, list) and indices else 1
@@ -362,7 +362,11 @@ class _Script:
         if row is not None and not row.adapts_matrices:
             targets: str | tuple[str, ...] = "all-linear"  # it adapts none: nothing is said
         else:
-            targets = common.targets(lora, names or (("all-linear",) if unsloth else ()))
+            made = self.training_run.adapter
+            owner = made.owner if isinstance(made, CallResult) else ""
+            pattern = unsloth.pattern(lora, names, owner) if self.unsloth else ""
+            names = names or (("all-linear",) if self.unsloth else ())
+            targets = (pattern,) if pattern else common.targets(lora, names)
         if row is not None and row.form == "scales" and not names and lora.model is not None:
             targets = scaling_targets(lora.model)
             lora.assume(
@@ -372,7 +376,7 @@ class _Script:
         dtype = plain(self.program.module.names.get("ADAPTER_DTYPE"))
         if dtype in common.DTYPES:
             return {**fields, "adapter_dtype": common.DTYPES[dtype]}
-        return fields | ({"adapter_dtype": "fp32"} if unsloth or (method == "qlora" and not self.trl) else {})
+        return fields | ({"adapter_dtype": "fp32"} if self.unsloth or (method == "qlora" and not self.trl) else {})
 
     def _called(self, word: str) -> bool:
         return any(word in model.called for model in self.training_run.model_calls)
@@ -380,6 +384,8 @@ class _Script:
     def _kernels_and_loss(self, fields: Mapping[str, Any], *, liger: bool) -> dict[str, str]:
         arguments = self.arguments
         if self.unsloth:
+            if self.pictures:  # as the runs compared took it (`benchmarks.published_objectives`)
+                return {"loss": "full", "kernels": "eager"}
             whole = environment_word(self.source.text, self.outside.environment, "UNSLOTH_RETURN_LOGITS") == "1"
             return {
                 "loss": "full" if whole or self.two_halves else "chunked",

@@ -14,8 +14,8 @@ from planner.frameworks.readers.objectives import (
     CONFIGS,
     OTHER_TRAINERS,
     PLANNED,
+    VISION,
     WITH_AUDIO,
-    WITH_VISION,
     of_model,
     of_other_trainer,
     refusal,
@@ -38,7 +38,7 @@ from planner.frameworks.readers.program.values import (
     trainer_of,
 )
 from planner.frameworks.readers.values import FileContext, Settings
-from planner.models.encoders import SEEING
+from planner.models.encoders import MODALITIES
 from planner.models.spec import ModelSpec
 from planner.options.adapters import ADAPTERS
 from planner.options.sound import TEXT_TOKENS
@@ -66,7 +66,7 @@ class Training:
         prepared: `prepare_model_for_kbit_training`.
         touched: every model object on the way, for what was called on it.
         open_objective: why it is not certain that `objective` is what is trained.
-        pictures: the model's class, where it is one of pictures whose eyes may be modelled; hears: of sound.
+        pictures: the class of the model or of the collator, where it is one for pictures; has_audio: for sound.
         contrast: of a contrastive objective, the fields that its data and loss say; None: not known.
         loop: the plain loop of the program's own that is read as a trainer; None: a library's trainer trains.
     """
@@ -195,7 +195,7 @@ def _find_loading(training: Training, program: Program, name: str) -> None:
                 *(str(plain(training.loader.keywords.get(key))) for key in ("auto_model", "model_class")),
             ]
             objective, owner = of_model(classes)
-            if objective == "vision" and owner.startswith(WITH_VISION) and training.objective == "sft":
+            if objective == VISION:
                 training.pictures = owner
             elif owner in WITH_AUDIO and training.objective == "sft":
                 training.has_audio = owner
@@ -203,10 +203,11 @@ def _find_loading(training: Training, program: Program, name: str) -> None:
                 raise _other_objective(name, objective, owner)
             for made in program.calls:
                 if made.name.endswith("VisionDataCollator"):
-                    raise _other_objective(name, "vision", made.name)
-                for part in ("vision", "audio"):
-                    if plain(made.keywords.get(f"finetune_{part}_layers")) is True:
-                        raise _other_objective(name, part, f"finetune_{part}_layers")
+                    training.pictures = training.pictures or made.name
+                if plain(made.keywords.get("finetune_audio_layers")) is True:
+                    raise _other_objective(name, "audio", "finetune_audio_layers")
+                if (made.package, made.name) == ("datasets", "Audio") and not training.has_audio:
+                    raise _other_objective(name, "audio", "datasets.Audio")
         given = training.loader.argument("quantization_config")
         training.quantization = None if isinstance(given, Constant) and given.data is None else given
     elif training.trainer is not None:
@@ -495,12 +496,12 @@ def bits_of(made: CallResult) -> int:
     return int(named[-1]) if named else BITS.get(made.name, 0)
 
 
-def pictures(training: Training, model: ModelSpec | None, name: str) -> str:
-    """Why what a sample shows is open, of a program with a model of pictures; "" of text alone."""
-    if training.pictures and model is not None and model.model_type not in SEEING:
-        raise refusal(f"{name} trains with {training.pictures} (vision)", RUN_IT)
-    shown = "how many pictures a sample shows is known to the data alone"
-    return f"{name}: {training.pictures}: {shown}" if training.pictures else ""
+def shows_pictures(training: Training, model: ModelSpec | None) -> str:
+    """What says that samples show pictures, or sound: a class for those alone, or the class that a model of them has;
+    "" where text may be all."""
+    owner = training.loader.owner if training.loader is not None else ""
+    multimodal = model is not None and not MODALITIES.isdisjoint(model.config)
+    return training.pictures or (owner if multimodal and owner.endswith("ForConditionalGeneration") else "")
 
 
 def heard(training: Training, arguments: Settings, given: Mapping[str, Any]) -> dict[str, Any]:

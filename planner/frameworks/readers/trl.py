@@ -7,10 +7,9 @@ from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.objectives import of_settings, refusal, rollout_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
-from planner.frameworks.readers.types import TEXT_ALONE, ReadConfig
+from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.transformers import TRL
-from planner.models.encoders import SEEING
 from planner.options.objectives import OBJECTIVES, Objective
 
 FORMAT = "trl"
@@ -58,8 +57,7 @@ def read(settings: Settings) -> ReadConfig:
         fields |= rollout_fields(settings, fields, objective.name, defaults.version)
     fields |= device_map(settings, kwargs) or parallel_of(settings, loaded(settings, kwargs) or sharded(settings))
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
-    if settings.model is not None and settings.model.model_type in SEEING:
-        settings.assume(TEXT_ALONE)
+    common.pictures(settings, fields, {})
     by_fsdp = common.fsdp_checkpoints(common.fsdp_block(settings))
     return config(
         TRL, settings, fields, dataset=settings.raw("dataset_name"), keys=of_transformers.keys,
