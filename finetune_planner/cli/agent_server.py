@@ -34,8 +34,6 @@ MAX_ANSWER_BYTES = 2_000
 HANDLE_BYTES = 30
 MAX_KEPT = 64
 """Answers whose details can still be asked for."""
-ANSWERED = (0, 1)
-"""Exit codes of an answer: yes, and "nothing fits"."""
 WITH_DRY_RUN = ("make", "estimate", "check")
 
 
@@ -62,11 +60,7 @@ class CommandRunner:
             ToolError: the command refused, with its own words and hint.
         """
         level = self._level if words[0] in WITH_DRY_RUN else []
-        text, code = self._run([words[0], "--json=full", *level, *words[1:]], files or {})
-        try:
-            document = json.loads(text)
-        except ValueError:
-            raise refusal(f"no answer (exit code {code})") from None
+        document = json.loads(self._run([words[0], "--json=full", *level, *words[1:]], files or {}))
         handle = f"answer-{next(self._numbers)}"
         self._kept[handle] = document = without_secrets_in(document)
         while len(self._kept) > MAX_KEPT:
@@ -75,7 +69,7 @@ class CommandRunner:
 
     def say(self, *words: str) -> str:
         """A command's text."""
-        return self._run(list(words), {})[0].strip()
+        return self._run(list(words), {}).strip()
 
     def details(self, handle: str, path: str = "") -> dict[str, Any]:
         """A part of a kept answer by its dotted path (`chosen.formula`, `alternatives.0`), cut likewise.
@@ -121,7 +115,7 @@ class CommandRunner:
         here = text.startswith((".", "/", "~")) or (os.sep in text and (self.roots[0] / text).exists())
         return self.path(text) if here else text
 
-    def _run(self, words: list[str], files: Mapping[str, str]) -> tuple[str, int]:
+    def _run(self, words: list[str], files: Mapping[str, str]) -> str:
         with tempfile.TemporaryDirectory() as empty:
             for name, text in files.items():
                 try:
@@ -141,9 +135,9 @@ class CommandRunner:
                 )
             except subprocess.TimeoutExpired:
                 raise refusal(f"no answer within {self.limit_s:.0f} s (plan mcp --limit)") from None
-        if done.returncode not in ANSWERED:
-            raise refusal(self._private(done.stderr.strip()[-1500:]))
-        return self._private(done.stdout), done.returncode
+        if not done.stdout:  # stdout is data, whatever the exit code makes of it: "uncertain" is an answer
+            raise refusal(self._private(done.stderr.strip()[-1500:]) or f"no answer (exit code {done.returncode})")
+        return self._private(done.stdout)
 
     def _within(self, command: str, empty: str) -> dict[str, str]:
         """The variable that keeps a command to the roots, its own folder, and what this program keeps for itself.

@@ -187,6 +187,17 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert "no answer within" in result.content[0].text
 
 
+def test_an_uncertain_verdict_is_an_answer(desk: CommandRunner) -> None:
+    """`plan check` ends with 3 then: of one file, and of a folder whose worst file is uncertain."""
+    (desk.roots[0] / "uncertain").mkdir()
+    config = "model_name_or_path: gpt2\nmax_length: 64\nper_device_train_batch_size: 1\n"
+    (desk.roots[0] / "uncertain" / "trl.yaml").write_text(config)
+    calls = [{"gpu": "x:3.4GiB:360GB/s:29TFLOPS", "path": path} for path in ("uncertain/trl.yaml", "uncertain")]
+    of_file, of_folder = ask(desk, *(("check", call) for call in calls))
+    assert of_file.structured_content["verdict"] == "uncertain"
+    assert of_folder.structured_content["value"][0]["verdict"] == "uncertain"
+
+
 def test_the_skill_names_the_tools_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["mcp", "--skill"]) == 0
     text = capsys.readouterr().out
