@@ -29,7 +29,8 @@ from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.space import branches, dimension_values, micro_batches
 from planner.setup import TrainSetup
-from planner.speed import speed_profile
+from planner.setup.packages import PACKAGE_PRICES
+from planner.speed import SpeedProfile, speed_profile
 
 PAIRS = (
     ("HuggingFaceTB/SmolLM2-135M", "rtx-3060"), ("HuggingFaceTB/SmolLM2-135M", "h100-sxm"),
@@ -54,12 +55,14 @@ class Found(NamedTuple):
     plan: Plan
     node: str
     fastest: TrainSetup
-    tokens_per_s: float
+    worth: float
     evaluated: int
 
     @property
     def share(self) -> float:
-        return (self.plan.chosen.tokens_per_s or 0.0) / self.tokens_per_s
+        """Chosen speed over the fastest's, of samples that differ in length and by the price of a package."""
+        request, chosen = self.plan.workload, self.plan.chosen.setup
+        return worth(chosen, profile_of(request, chosen).step_time(uneven(request, chosen)).tokens_per_s) / self.worth
 
     @property
     def at_fault(self) -> bool:
@@ -78,9 +81,23 @@ class Found(NamedTuple):
         return advantages
 
 
+def uneven(request: Workload, setup: TrainSetup) -> TrainSetup:
+    """A setup with samples that differ in length where those of the request may."""
+    return setup.replace(uneven=request.uneven)
+
+
+def worth(setup: TrainSetup, tokens_per_s: float) -> float:
+    """A speed by the price of its attention's package."""
+    return tokens_per_s * (1 - PACKAGE_PRICES.get(setup.attention, 0.0))
+
+
+def profile_of(request: Workload, setup: TrainSetup) -> SpeedProfile:
+    return speed_profile(request.model, request.gpu, uneven(request, setup))
+
+
 def peak(request: Workload, setup: TrainSetup) -> int:
     """Device peak by the formula for one setup."""
-    return predict_memory(request.model, request.gpu, setup).peak_device_bytes
+    return predict_memory(request.model, request.gpu, uneven(request, setup)).peak_device_bytes
 
 
 def families(request: Workload, node: str) -> Iterator[TrainSetup]:
@@ -107,8 +124,8 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
     pairs = [(micro, request.global_batch_seqs // micro) for micro in micro_batches(request.global_batch_seqs)]
     speeds = []
     for family in families(of_program, node):
-        profile = speed_profile(request.model, request.gpu, family)
-        speeds += [(profile.at(*pair)[1], family, pair) for pair in pairs]
+        alone, padded = (profile_of(request, family.replace(micro_batch_seqs=micro)) for micro in (1, 2))
+        speeds += [(worth(family, (padded if pair[0] > 1 else alone).at(*pair)[1]), family, pair) for pair in pairs]
     may, least = None, {}
     for speed, family, (micro, steps) in sorted(speeds, key=lambda candidate: -candidate[0]):
         if id(family) not in least:  # more sequences never need less (tests/planner/test_memory_terms.py)
@@ -137,7 +154,7 @@ def line(outcome: Found) -> str:
     ]
     return (
         f"{outcome.plan.workload.model.model_id:34} {outcome.plan.workload.gpu.key:18} {outcome.node:10} "
-        f"{chosen.tokens_per_s:9,.0f} {outcome.tokens_per_s:9,.0f} {outcome.share:6.3f} {outcome.evaluated:6,}  "
+        f"{outcome.share * outcome.worth:9,.0f} {outcome.worth:9,.0f} {outcome.share:6.3f} {outcome.evaluated:6,}  "
         f"{', '.join(outcome.preferences) or '-'}; the fastest: {', '.join(differs) or 'the same'}"
     )
 

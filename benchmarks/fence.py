@@ -35,9 +35,10 @@ from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.space import dimension_values
 from planner.planning.targets import LAUNCHERS
-from planner.planning.walk import WalkedSetup, walk
+from planner.planning.walk import Padding, WalkedSetup, walk
 from planner.setup import TrainSetup
 from planner.setup.packages import PACKAGE_PRICES
+from planner.speed import speed_profile
 
 LEAST_SHARE = 0.97
 
@@ -107,18 +108,18 @@ class Found(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Chosen speed over the fastest's that is open."""
-        chosen = self.plan.chosen
-        return worth(chosen.setup.attention, chosen.formula.tokens_per_s or 0.0) / worth_of(self.fastest)
+        """Chosen speed over the fastest's that is open, of samples that differ in length."""
+        workload, chosen = self.plan.workload, self.plan.chosen.setup
+        uneven = chosen.replace(uneven=workload.uneven)
+        profile = speed_profile(workload.model, workload.gpu, uneven, workload.cluster)
+        price = 1 - PACKAGE_PRICES.get(chosen.attention, 0.0)
+        return price * profile.step_time(uneven).tokens_per_s / worth_of(self.fastest, Padding(workload))
 
 
-def worth(attention: str, tokens_per_s: float) -> float:
-    """A speed by the price of its package."""
-    return tokens_per_s * (1 - PACKAGE_PRICES.get(attention, 0.0))
-
-
-def worth_of(point: WalkedSetup) -> float:
-    return worth(point.attention, point.tokens_per_s)
+def worth_of(point: WalkedSetup, padding: Padding) -> float:
+    """A speed of samples that differ in length, by the price of its package."""
+    price = 1 - PACKAGE_PRICES.get(point.attention, 0.0)
+    return point.tokens_per_s * price * padding.kept_fraction(point)
 
 
 def quality(workload: Workload, setup: TrainSetup) -> tuple[object, ...]:
@@ -158,6 +159,7 @@ def search(request: Asked) -> Found | None:
         quality(workload, chosen.setup),
         limits.bytes_with_margin(chosen.setup) >= chosen.formula.peak_device_bytes,
     )
+    padding = Padding(workload)
     best: dict[str, WalkedSetup] = {}  # by why it is left out
     reasons: dict[tuple[object, ...], str] = {}
     for point in points(workload):
@@ -171,10 +173,10 @@ def search(request: Asked) -> Found | None:
         if kind not in reasons:
             reasons[kind] = left_out(workload, setup)
         reason = reasons[kind]
-        if reason not in best or worth_of(point) > worth_of(best[reason]):
+        if reason not in best or worth_of(point, padding) > worth_of(best[reason], padding):
             best[reason] = point
     fastest = best[""]
-    reason, beyond = max(best.items(), key=lambda entry: worth_of(entry[1]))
+    reason, beyond = max(best.items(), key=lambda entry: worth_of(entry[1], padding))
     return Found(plan, fastest, beyond, reason, walked)
 
 

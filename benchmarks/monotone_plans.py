@@ -21,7 +21,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models.resolve import resolve_model
 from planner.planning.decision.choosing import choose
 from planner.planning.decision.policy import full_quality
-from planner.planning.decision.results import PREFERENCE_FRACTION, WalkResults, merged
+from planner.planning.decision.results import PREFERENCE_FRACTION, WalkResults, merged, near_fastest
 from planner.planning.groups import WalkCache
 from planner.planning.plan_request import PlanRequest
 from planner.planning.space import dimension_values
@@ -89,13 +89,15 @@ def rising(
         if node is None or best is None:
             continue
         whole, quality = merged(results.of_node(node).values()), full_quality(best.shared)
+        padding = whole.limits.padding if whole.limits is not None else None
         fastest = [
-            max(point.tokens_per_s for point in points if full_quality(point.shared) == quality)
+            near_fastest([point for point in points if full_quality(point.shared) == quality], 0.0, None, padding)[0]
             for points in (whole.sure or [best], whole.fitting)
         ]
-        shares = (best.tokens_per_s / speed for speed in fastest)
+        speed = whole.speed(best)
+        shares = (speed / whole.speed(point) for point in fastest)
         kind = f"{node} {quality} {best.shared.lora_targets}{' tight' * (not whole.sure)}"
-        steps.append(Step(words, kind, best.tokens_per_s, *shares, tight=not whole.sure))
+        steps.append(Step(words, kind, speed, *shares, tight=not whole.sure))
     return steps
 
 

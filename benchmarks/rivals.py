@@ -35,6 +35,7 @@ from planner.models.spec import ModelSpec
 from planner.planning.option_values import default_headroom_bytes
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
+from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
 from planner.speed.roofline import step_time
@@ -103,7 +104,7 @@ def theirs(rival: str, model: ModelSpec, gpu: GpuSpec) -> tuple[TrainSetup | Non
 
 def _on(setup: TrainSetup, gpu: GpuSpec) -> tuple[TrainSetup, list[str]]:
     """The rival's setup with the work's length, and what the card lacks replaced."""
-    changes: dict[str, Any] = {"seq_len_tokens": SEQ_LEN, "packing": False}
+    changes: dict[str, Any] = {"seq_len_tokens": SEQ_LEN, "packing": False, "uneven": True}
     remarks = []
     if not gpu.bf16:
         changes |= {"precision": "fp16-autocast", "adapter_dtype": "fp32"}
@@ -145,7 +146,8 @@ def _planned(
         return None
     if not isinstance(plan, Plan) or not plan.chosen.fits:
         return None
-    return plan.chosen.formula.tokens_per_s or 0.0, engine, plan.chosen.setup
+    setup = plan.chosen.setup.replace(uneven=request.uneven)
+    return predict(model, gpu, setup).tokens_per_s or 0.0, engine, plan.chosen.setup
 
 
 def bound(model: ModelSpec, gpu: GpuSpec, rival: TrainSetup) -> float:

@@ -174,6 +174,12 @@ class Workload:
         return objective_spec_of(self.fixed)
 
     @property
+    def uneven(self) -> bool:
+        """Whether samples may differ in length: unless those of a file are known not to."""
+        fractions = self.data.real_fractions
+        return not fractions or min(fractions) < 1
+
+    @property
     def seqs_per_sample(self) -> int:
         """Sequences of one sample."""
         return seqs_per_sample(self.fixed)

@@ -414,7 +414,7 @@ def _least_lossy(workload: Workload, options: Sequence[_Walked], fastest: Walked
     worst = worst_quality((point.shared, point.tokens_per_s) for point in points)
     limits = alike[0][0].results.nodes()[order[first[0]]].limits
     best = NodeResults(limits=limits, sure=points, worst_quality=worst).best()
-    return next(walked for walked, point in alike if point is best)
+    return next(walked for walked, point in alike if point == best)
 
 
 def quantizes_again(workload: Workload) -> bool:

@@ -123,7 +123,7 @@ def _runs(
 ) -> Iterator[SetupGroup]:
     model, gpu = workload.model, workload.gpu
     for branch in branches(workload, values):
-        of_branch = same_kernels(model, gpu, branch, values["attention"])
+        of_branch = same_kernels(model, gpu, branch, values["attention"], uneven=workload.uneven)
         for fields in [layout.fields for layout in layouts] or [{}]:
             try:
                 setup = branch.replace(**fields)
@@ -131,7 +131,7 @@ def _runs(
                 continue
             # not every attention goes with a cut sequence
             cut = setup.context_degree > 1
-            groups = same_kernels(model, gpu, setup, values["attention"]) if cut else of_branch
+            groups = same_kernels(model, gpu, setup, values["attention"], uneven=workload.uneven) if cut else of_branch
             pairs, choices = _pairs(workload, setup, values), _choices(model, setup, values)
             if pairs and choices:
                 yield from _runs_of(workload, values, setup, groups, choices, pairs)
@@ -236,9 +236,13 @@ def _choices(model: ModelSpec, setup: TrainSetup, values: Mapping[str, tuple[Any
 
 
 def same_kernels(
-    model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions: tuple[str, ...]
+    model: ModelSpec, gpu: GpuSpec, branch: TrainSetup, attentions: tuple[str, ...], *, uneven: bool = False
 ) -> dict[tuple[str, ...], list[str]]:
-    """The attention implementations that can exist here, by the kernels that they run in every layer."""
+    """The attention implementations that can exist here, by the kernels that they run in every layer.
+
+    Args:
+        uneven: samples may differ in length.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     dtype = dtype_policy_of(branch).attention_input
     windows = branch.images is not None and encoder_of(model, branch.images).window_patches
@@ -254,7 +258,8 @@ def same_kernels(
         # SDPA's kernel has a mask where xformers has none, and takes an encoder's windows one after another
         apart = attention == XFORMERS or (windows and attention == "flash-attention-2")
         alike = groups.setdefault((*kernels, *[attention] * bool(apart)), [])
-        if not (alike and takes_cudnn(gpu, alike[0])):  # the same bytes at a lower rate are not walked
+        # the same bytes at a lower rate are worth a point where padding takes the higher one away
+        if uneven or not (alike and takes_cudnn(gpu, alike[0])):
             alike.append(attention)
     return groups
 

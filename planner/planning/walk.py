@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from planner.memory.attention_kernels import takes_cudnn
 from planner.memory.model import memory_of
 from planner.memory.states import loading_refusal
 from planner.memory.workload import Workload
@@ -117,6 +118,49 @@ class _Speeds:
         if speeds is None:
             speeds = self._useful[id(run), loss] = useful_speeds(self._workload, run.whole(loss))
         return speeds
+
+
+class Padding:
+    """What samples that differ in length cost a walked point, whose figures are those of full rows: SDPA is handed a
+    mask (`TrainSetup.pads`)."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._speeds: dict[TrainSetup, Speeds] = {}
+
+    def kept_fraction(self, point: WalkedSetup) -> float:
+        """Share of its walked speed that is left, at most 1."""
+        padded = point.setup.replace_trusted(uneven=True)
+        if not (padded.pads or self._walked_as_sdpa(point)) or not point.tokens_per_s:
+            return 1.0
+        return min(1.0, self._tokens_per_s(point, padded) / point.tokens_per_s)
+
+    def with_own_speed(self, point: WalkedSetup) -> WalkedSetup:
+        """The point with the speed of full rows, where it was walked with another attention's."""
+        speed = self._tokens_per_s(point, point.setup) if self._walked_as_sdpa(point) else point.tokens_per_s
+        return point if speed == point.tokens_per_s else point._replace(tokens_per_s=speed)
+
+    def _walked_as_sdpa(self, point: WalkedSetup) -> bool:
+        """Whether its group has one speed, of SDPA by cuDNN's kernels, which is higher on full rows."""
+        flash = point.attention == "flash-attention-2" and point.shared.attention == "sdpa"
+        return flash and takes_cudnn(self._workload.gpu, "sdpa")
+
+    def _tokens_per_s(self, point: WalkedSetup, setup: TrainSetup) -> float:
+        key = setup.replace_trusted(micro_batch_seqs=2, accumulation_steps=1, optimizer="adamw")
+        if key not in self._speeds:
+            self._speeds[key] = useful_speeds(self._workload, setup)
+        pair = [(point.micro_batch_seqs, point.accumulation_steps)]
+        return self._speeds[key].tokens_per_s(point.optimizer, pair)[0]
+
+    def fits(self, point: WalkedSetup, limit_bytes: float) -> bool:
+        """Whether it fits with them too."""
+        full = point.setup
+        padded = full.replace_trusted(uneven=True)
+        if not padded.pads:
+            return True
+        model, gpu = self._workload.model, self._workload.gpu
+        before, after = (memory_of(model, gpu, each)[0].breakdown.peak_device_bytes for each in (full, padded))
+        return point.peak_device_bytes + max(0, after - before) <= limit_bytes
 
 
 def _walk(

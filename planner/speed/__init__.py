@@ -14,7 +14,7 @@ from planner.speed.step_program import programs_of
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
-    from planner.speed.sized import ProgramSpeed, ScaledSpeed
+    from planner.speed.sized import PaddedSpeed, ProgramSpeed, ScaledSpeed
 
 
 Pairs = Sequence[tuple[int, int]]
@@ -54,13 +54,18 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
     return layout_profile(model, gpu, setup, cluster_of(gpu, setup, cluster), conditions=conditions)
 
 
-def _by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> "ProgramSpeed | ScaledSpeed | None":
+def _by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> "ProgramSpeed | ScaledSpeed | PaddedSpeed | None":
     """The speeds of a structure that has a step program, or nearly."""
-    if programs_of(model) is None or not profiled_kind(setup.replace_trusted(compile=False)):
+    full = setup.replace_trusted(uneven=False) if setup.pads else setup
+    if programs_of(model) is None or not profiled_kind(full.replace_trusted(compile=False)):
         return None
-    from planner.speed.sized import speed_by_program  # late: few models have programs
+    from planner.speed.sized import PaddedSpeed, speed_by_program  # late: few models have programs
 
-    return speed_by_program(model, gpu, setup)
+    speed = speed_by_program(model, gpu, full)
+    if speed is None or full is setup:
+        return speed
+    closed = (throughput_profile(model, gpu, each, conditions=conditions_of(each)) for each in (setup, full))
+    return PaddedSpeed(speed, *closed)
 
 
 def family_speeds(

@@ -530,6 +530,38 @@ class ScaledSpeed:
         )
 
 
+class PaddedSpeed:
+    """The speeds of full micro-batches by a program, and beside them what padding takes more by closed forms."""
+
+    def __init__(self, full: ProgramSpeed | ScaledSpeed, padded: ThroughputProfile, without: ThroughputProfile) -> None:
+        self._full, self._padded, self._without = full, padded, without
+
+    def at(self, micro_batch_seqs: int, accumulation_steps: int) -> tuple[float, float]:
+        """Step time in seconds and tokens/s of one GPU."""
+        pair = micro_batch_seqs, accumulation_steps
+        seconds, tokens_per_s = self._full.at(*pair)
+        longer = 1 + (self._padded.at(*pair)[0] - self._without.at(*pair)[0]) / seconds
+        return seconds * longer, tokens_per_s / longer
+
+    def tokens_per_s(self, optimizer: str, pairs: Sequence[tuple[int, int]], /) -> list[float]:
+        """Tokens/s of one GPU at every (micro-batch, accumulation), with an optimizer that may be another one."""
+        speeds = [speed.tokens_per_s(optimizer, pairs) for speed in (self._full, self._padded, self._without)]
+        return [1 / (1 / full + 1 / padded - 1 / without) for full, padded, without in zip(*speeds, strict=True)]
+
+    def step_time(self, setup: TrainSetup) -> StepTime:
+        """The full answer for one setup."""
+        answer, padded, without = (each.step_time(setup) for each in (self._full, self._padded, self._without))
+        more = padded.step_time_s - without.step_time_s
+        longer = 1 + more / answer.step_time_s
+        return replace(
+            answer,
+            step_time_s=answer.step_time_s + more,
+            parts_s={**answer.parts_s, "attention": answer.parts_s.get("attention", 0.0) + more},
+            mfu_fraction=answer.mfu_fraction / longer,
+            tokens_per_s=answer.tokens_per_s / longer,
+        )
+
+
 def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:
     """`program_speed`; where there is none, the formula's beside a structure that differs in its trainer, in where
     checkpoints lie, in which matrices are adapted, in what peft casts, in its kernels, or in being compiled: what a

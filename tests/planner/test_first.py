@@ -21,7 +21,7 @@ def asked(spec: ModelSpec) -> Workload:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({}, ("By the sizes in its config.json alone: Fits.", "(formula -30 to +39 %)")),
+        ({}, ("By the sizes in its config.json alone: Fits.", "(formula ±30 %)")),
         ({"num_hidden_layers": 900}, ("By the sizes in its config.json alone: Nothing fits",)),
         ({"kv_lora_rank": 512}, ("its sizes alone tell too little",)),
         ({"vocab_size": None}, ("its sizes alone tell too little",)),

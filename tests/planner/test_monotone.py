@@ -12,6 +12,7 @@ from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.results import PREFERENCE_FRACTION, WalkResults
 from planner.planning.groups import WalkCache
 from planner.planning.space import dimension_values
+from planner.setup.packages import PACKAGE_PRICES
 from tests.planner.helpers import plan_request
 from tests.whole import WHOLE, some
 
@@ -84,11 +85,15 @@ def test_what_a_walk_computed_serves_wishes_that_differ_in_memory_alone() -> Non
 def test_a_looser_wish_is_never_slower_in_the_same_class(name: str) -> None:
     free = plan_request("Qwen/Qwen2.5-1.5B", "rtx-3060", fixed={"method": ("lora",)})
     values = dimension_values(free)
-    _, best = choose(free, values, WalkResults())
+    results = WalkResults()
+    kind, best = choose(free, values, results)
+    assert kind is not None
     assert best is not None
+    speed = results.nodes()[kind].speed
     for value in values[name]:
         narrow = plan_request("Qwen/Qwen2.5-1.5B", "rtx-3060", fixed={"method": ("lora",), name: (value,)})
         node, point = choose(narrow, dimension_values(narrow), WalkResults())
         if point is not None:
             assert node == node_of_setup(best.shared)
-            assert best.tokens_per_s >= point.tokens_per_s * (1 - PREFERENCE_FRACTION)
+            price = PACKAGE_PRICES.get(point.attention, 0.0)
+            assert speed(best) >= speed(point) * (1 - PREFERENCE_FRACTION) * (1 - price)

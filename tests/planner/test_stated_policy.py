@@ -72,7 +72,12 @@ def test_a_learning_rate_far_from_the_rules_is_said(rate: float, said: bool) -> 
 def known(speed: float | None, *, sure: bool = True) -> Any:
     """What a walk learned of a node: its best point's speed (None: nothing fits)."""
     best = None if speed is None else SimpleNamespace(tokens_per_s=speed)
-    return SimpleNamespace(best=lambda: best, best_sure=lambda: best if sure else None, sure=sure and best is not None)
+    return SimpleNamespace(
+        best=lambda: best,
+        best_sure=lambda: best if sure else None,
+        sure=sure and best is not None,
+        speed=lambda point: point.tokens_per_s,
+    )
 
 
 def taken(speeds: dict[str, float], *, only_may: tuple[str, ...] = (), **how: Any) -> Node | None:
@@ -273,7 +278,7 @@ def test_a_roomier_card_saves_what_it_has_more() -> None:
     (2, False, "the fastest that fits"),
 ])  # fmt: skip
 def test_why_the_global_batch_is_cut_so(steps: int, larger: bool, words: str) -> None:
-    family = SimpleNamespace(data_degree=1)
+    family = TrainSetup()
     best = SimpleNamespace(family=family, accumulation_steps=steps, micro_batch_seqs=4, peak_device_bytes=1)
     more = [SimpleNamespace(family=family, micro_batch_seqs=8)] * larger
     assert words in _micro_batch_answer(cast(Any, best), workload(), cast(Any, more)).reason

@@ -125,6 +125,21 @@ def test_what_has_no_program_is_the_formulas() -> None:
         assert speed.at(2, 4)[0] / plain == pytest.approx(formulas[0] / formulas[1], rel=0.2)
 
 
+def test_padding_lengthens_a_program_by_its_attention() -> None:
+    full = LORA.replace(micro_batch_seqs=4, accumulation_steps=2)
+    padded = full.replace(uneven=True)
+    plain, speed = (speed_profile(MODEL, H200, setup) for setup in (full, padded))
+    whole, before = speed.step_time(padded), plain.step_time(full)
+    assert before.step_time_s < whole.step_time_s < 1.5 * before.step_time_s
+    differ = {name for name, seconds in whole.parts_s.items() if seconds != before.parts_s[name]}
+    assert differ == {"attention"}
+    tokens_per_s = family_speeds(MODEL, H200, padded).tokens_per_s(padded.optimizer, [(4, 2)])[0]
+    assert (whole.step_time_s, whole.tokens_per_s) == pytest.approx(speed.at(4, 2))
+    assert tokens_per_s == pytest.approx(whole.tokens_per_s, rel=1e-3)
+    alone = padded.replace(micro_batch_seqs=1)
+    assert isinstance(speed_profile(MODEL, H200, alone), ProgramSpeed)
+
+
 def test_trainers_around_transformers_models_share_a_program() -> None:
     trl = LORA.replace(checkpointing=1, micro_batch_seqs=1, seq_len_tokens=256)
     seconds = speed_profile(MODEL, H200, trl).at(1, 4)

@@ -23,7 +23,7 @@ from planner.planning.plan import CorrectionKey, correction_key
 from planner.planning.refine import ANY_SETUP, CANNOT_RUN, exact_bytes, layout_correction_key, stopped
 from planner.planning.space import PREFERENCE_FRACTION as PREFERENCE_FRACTION
 from planner.planning.space import branches, planned_values
-from planner.planning.walk import WalkedSetup, walk
+from planner.planning.walk import Padding, WalkedSetup, walk
 from planner.setup import TrainSetup
 from planner.setup.packages import PACKAGE_PRICES
 
@@ -65,6 +65,11 @@ class NodeResults:
         (`Limits`): the simplest, then the smallest, then the fastest."""
         return self._preferred(self.sure, sure=True)
 
+    def speed(self, point: WalkedSetup) -> float:
+        """Tokens/s of a point, where its samples differ in length."""
+        padding = self.limits.padding if self.limits is not None else None
+        return point.tokens_per_s * (padding.kept_fraction(point) if padding is not None else 1.0)
+
     def best_of(self, wanted: Callable[[TrainSetup], bool]) -> WalkedSetup | None:
         """The same of those whose shared setup is wanted."""
         return self._find_preferred([point for point in self.sure if wanted(point.shared)])
@@ -101,8 +106,16 @@ class NodeResults:
             tight = point.peak_device_bytes > sure[key]
             return tight, lossy, simple, point.peak_device_bytes, -point.tokens_per_s
 
-        given = self.limits.given_fraction
-        return min(near_fastest(points, given, PACKAGE_PRICES if given else {}), key=preference)
+        given, padding, open_points = self.limits.given_fraction, self.limits.padding, points
+        while open_points:
+            near = near_fastest(open_points, given, PACKAGE_PRICES if given else {}, padding)
+            best = min(near, key=preference)
+            if padding is None:
+                return best
+            if padding.fits(best, self.limits.taken_bytes(best.family)):
+                return padding.with_own_speed(best)
+            open_points = [point for point in open_points if point is not best]
+        return min(points, key=preference)
 
     def bytes_with_margin(self, point: WalkedSetup) -> float:
         """The largest peak at which a point fits by more than its level errs."""
@@ -114,11 +127,22 @@ class NodeResults:
 
 
 def near_fastest(
-    points: list[WalkedSetup], fraction: float, prices: Mapping[str, float] | None = None
+    points: list[WalkedSetup],
+    fraction: float,
+    prices: Mapping[str, float] | None = None,
+    padding: Padding | None = None,
 ) -> list[WalkedSetup]:
-    """The points no slower than the fastest by this share, each taken for slower by the price of its attention."""
+    """The points no slower than the fastest by this share, each taken for slower by the price of its attention and by
+    what padding costs it (which is asked only of those that are fast enough on full rows)."""
     prices = prices or {}
     worth = [point.tokens_per_s * (1 - prices.get(point.attention, 0.0)) for point in points]
+    if padding is not None:
+        fastest = 0.0
+        for index in sorted(range(len(points)), key=lambda index: -worth[index]):
+            if worth[index] < fastest * (1 - fraction):
+                break
+            worth[index] *= padding.kept_fraction(points[index])
+            fastest = max(fastest, worth[index])
     floor = max(worth) * (1 - fraction)
     return [point for point, speed in zip(points, worth, strict=True) if speed >= floor]
 
@@ -135,6 +159,7 @@ class Limits:
         corrections: ratios that dry runs showed, by family; None: the formula stands alone.
         given_fraction: of the speed, for what is preferred; nothing for who asks for speed.
         gpu: whose step profiles are known.
+        padding: what samples that differ in length cost a point; None: they do not differ.
     """
 
     model: ModelSpec
@@ -142,6 +167,7 @@ class Limits:
     corrections: Mapping[CorrectionKey, float] | None = None
     given_fraction: float = PREFERENCE_FRACTION
     gpu: GpuSpec | None = None
+    padding: Padding | None = None
 
     def ratio(self, setup: TrainSetup) -> float | None:
         """By how much dry runs of a setup's family, or of its layout, correct the formula's peak; None: nothing did."""
@@ -306,18 +332,21 @@ def best_layout(by_layout: Mapping[LayoutKey, NodeResults]) -> WalkedSetup | Non
     simplest. A spread that surely fits goes before all that only may.
     """
     sure = [results for results in by_layout.values() if results.best_sure() is not None]
-    families: dict[int, list[WalkedSetup]] = {}
-    for point in filter(None, (results.best() for results in sure or by_layout.values())):
-        plain = not point.shared.is_split and point.shared.offload == "none"
-        families.setdefault(_FAMILIES.get(point.shared.parallel, 3) if plain else 3, []).append(point)
-    taken: WalkedSetup | None = None
+    families: dict[int, list[tuple[float, WalkedSetup]]] = {}
+    for results in sure or by_layout.values():
+        if (point := results.best()) is not None:
+            plain = not point.shared.is_split and point.shared.offload == "none"
+            family = _FAMILIES.get(point.shared.parallel, 3) if plain else 3
+            families.setdefault(family, []).append((results.speed(point), point))
+    taken, taken_speed = None, 0.0
     for number in sorted(families):
         # The simplest spread of those within one percent of the fastest.
-        close = near_fastest(families[number], TIE_FRACTION)
-        best = min(close, key=lambda point: (layout_order(point.shared), -point.tokens_per_s))
+        floor = max(speed for speed, _ in families[number]) * (1 - TIE_FRACTION)
+        close = [each for each in families[number] if each[0] >= floor]
+        speed, best = min(close, key=lambda each: (layout_order(each[1].shared), -each[0]))
         worth = LAYOUT_GAIN_FRACTION if taken is not None and equals(taken.family, best.family) else 0.0
-        if taken is None or best.tokens_per_s > taken.tokens_per_s * (1 + worth):
-            taken = best
+        if taken is None or speed > taken_speed * (1 + worth):
+            taken, taken_speed = best, speed
     return taken
 
 
@@ -339,7 +368,8 @@ def add_layouts(
     results.walked += [layout for layout in chosen if layout not in results.walked]
     results.whole = {}
     given = 0.0 if workload.prefer == "speed" else PREFERENCE_FRACTION
-    limits = Limits(workload.model, workload.budget_bytes, corrections, given, workload.gpu)
+    padding = Padding(workload) if workload.uneven else None
+    limits = Limits(workload.model, workload.budget_bytes, corrections, given, workload.gpu, padding)
     points: Iterable[WalkedSetup] = walk(
         workload, values, chosen, results.cache, limits.fitting_bytes, limits.surely_fitting_bytes
     )

@@ -113,14 +113,16 @@ def choose_node(nodes: Mapping[Node, NodeResults], workload: Workload, *, from_h
     (`from_host`) unless it loses more than that, because a quarter of the base then crosses the link.
     """
     speeds = {
-        node: best.tokens_per_s for node, node_results in nodes.items() if (best := node_results.best()) is not None
+        node: node_results.speed(best)
+        for node, node_results in nodes.items()
+        if (best := node_results.best()) is not None
     }
     sure = [node for node in speeds if nodes[node].sure]
     taken = next((node for node in preferred_nodes(workload) if node in (sure or speeds)), None)
     if taken is not Node.LORA:
         return taken
     full = nodes[Node.FULL].best_sure()
-    as_fast = full is not None and full.tokens_per_s >= speeds[Node.LORA] * (1 - METHOD_BAND)
+    as_fast = full is not None and nodes[Node.FULL].speed(full) >= speeds[Node.LORA] * (1 - METHOD_BAND)
     if as_fast and not data_too_small_for_full(workload):
         return Node.FULL
     if workload.prefer == "speed" or from_host:
@@ -373,6 +375,9 @@ def activation_answers(
         attention = "no fused kernel takes this on the card: tokens x tokens matrices are kept"
     else:
         attention = "fused kernels keep no tokens x tokens matrix"
+        sdpa = best.setup.replace_trusted(attention="sdpa", uneven=workload.uneven)
+        if family.attention == "flash-attention-2" and sdpa.pads:
+            attention += "; SDPA would be handed a mask where samples of a micro-batch differ in length"
     answers = [Answer("Which attention kernel?", family.attention, attention)]
     if "kernels" not in workload.fixed or family.kernels != "eager":
         answers.append(_kernels_answer(workload, best))
@@ -426,6 +431,8 @@ def _micro_batch_answer(best: WalkedSetup, workload: Workload, same_node: list[W
         reason = "the whole global batch fits in one forward" + (" of every copy" if copies else "")
     elif any(larger):
         reason = "larger micro-batches fit but are not predicted to be faster"
+        if family.replace_trusted(micro_batch_seqs=2, uneven=workload.uneven).pads:
+            reason += ", as SDPA is handed a mask where their samples differ in length"
     else:
         reason = f"the fastest that fits: {gib(best.peak_device_bytes)} of {gib(budget)}"
     choice = f"{best.micro_batch_seqs} x {best.accumulation_steps}{copies}"
