@@ -18,6 +18,7 @@ from planner.core.units import GIB, MIB, gib
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
 from planner.models import catalogue
+from planner.planning.decision.candidates import uneven_tokens_per_s
 from planner.planning.plan import Answer, NoPlan, Plan, trade
 from planner.planning.predict import predict
 from planner.setup.interchange import setup_from_dict
@@ -182,5 +183,7 @@ def _choice(chosen: Candidate, ranked: Sequence[Candidate], workload: Workload) 
     ]
     if workload.objective == "memory" or not fitting:
         return chosen
-    best = max(fitting, key=lambda candidate: candidate.tokens_per_s)
-    return best if not chosen.fits or best.tokens_per_s > FASTER_BY * chosen.tokens_per_s else chosen
+    speeds = [uneven_tokens_per_s(workload, candidate) for candidate in fitting]
+    fastest = max(speeds)
+    faster = not chosen.fits or fastest > FASTER_BY * uneven_tokens_per_s(workload, chosen)
+    return fitting[speeds.index(fastest)] if faster else chosen

@@ -22,7 +22,7 @@ from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.core.units import gib, seconds
 from planner.memory.workload import Workload
-from planner.planning.decision.candidates import candidate
+from planner.planning.decision.candidates import candidate, uneven_tokens_per_s
 from planner.planning.decision.choosing import spaces
 from planner.planning.decision.layouts import STAGES, Layout, layout_key, layout_name, layouts, layouts_of_one
 from planner.planning.decision.node import Node, node_of_setup
@@ -232,23 +232,25 @@ def _preferred(workload: Workload, best: Candidate, candidates: Sequence[Candida
     """The search's answer by the rules of a plan: the least approximate class that was measured to fit, in it the
     simplest of what is as fast; the fastest where speed is preferred."""
     timed = [
-        candidate
+        (uneven_tokens_per_s(workload, candidate), candidate)  # probes run full rows
         for candidate in candidates
         if candidate.fits and isinstance(candidate.probe, Measurement) and candidate.probe.tokens_per_s
     ]
-    if workload.objective != "tokens" or workload.prefer == "speed" or not timed:
+    if workload.objective != "tokens" or not timed:
         return best
-    nodes = {node_of_setup(candidate.setup) for candidate in timed}
+    if workload.prefer == "speed":
+        return max(timed, key=lambda each: each[0])[1]
+    nodes = {node_of_setup(candidate.setup) for _, candidate in timed}
     node = next((node for node in preferred_nodes(workload) if node in nodes), None)
-    eligible = [candidate for candidate in timed if node_of_setup(candidate.setup) is node]
-    allowed = worst_quality((candidate.setup, candidate.tokens_per_s) for candidate in eligible)
-    eligible = [candidate for candidate in eligible if full_quality(candidate.setup) <= allowed]
-    eligible = [candidate for candidate in eligible if candidate.setup.lora_targets == "all-linear"] or eligible
-    floor = (1 - PREFERENCE_FRACTION) * max(candidate.tokens_per_s for candidate in eligible)
+    eligible = [(speed, candidate) for speed, candidate in timed if node_of_setup(candidate.setup) is node]
+    allowed = worst_quality((candidate.setup, speed) for speed, candidate in eligible)
+    eligible = [each for each in eligible if full_quality(each[1].setup) <= allowed]
+    eligible = [each for each in eligible if each[1].setup.lora_targets == "all-linear"] or eligible
+    floor = (1 - PREFERENCE_FRACTION) * max(speed for speed, _ in eligible)
     return min(
-        (candidate for candidate in eligible if candidate.tokens_per_s >= floor),
-        key=lambda candidate: (lossiness(candidate.setup), tie_break(candidate.setup), -candidate.tokens_per_s),
-    )
+        (each for each in eligible if each[0] >= floor),
+        key=lambda each: (lossiness(each[1].setup), tie_break(each[1].setup), -each[0]),
+    )[1]
 
 
 DEFAULT_PROBES = 12

@@ -8,6 +8,7 @@ from planner.planning.predict import predict, predict_with_padding
 from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
+from planner.speed import speed_profile
 
 
 def candidate(workload: Workload, setup: TrainSetup, *, padding: bool = True) -> Candidate:
@@ -19,6 +20,17 @@ def candidate(workload: Workload, setup: TrainSetup, *, padding: bool = True) ->
     level = predict_with_padding if padding else predict
     prediction = level(workload.model, workload.gpu, setup, workload.cluster, planned=True)
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
+
+
+def uneven_tokens_per_s(workload: Workload, candidate: Candidate) -> float:
+    """Its level's tokens/s of full rows, by what the formula says is left of them where the samples of a micro-batch
+    differ in length: what setups are compared at (docs/choices.md)."""
+    full, model, gpu = candidate.setup, workload.model, workload.gpu
+    padded = full.replace_trusted(uneven=workload.uneven)
+    if not padded.pads:
+        return candidate.tokens_per_s
+    before, after = (speed_profile(model, gpu, each, workload.cluster).step_time(each) for each in (full, padded))
+    return candidate.tokens_per_s * min(1.0, before.step_time_s / after.step_time_s)
 
 
 def communication_share(candidate: Candidate) -> float:
