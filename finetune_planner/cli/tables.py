@@ -155,12 +155,13 @@ def _plans(
     Args:
         charts: the plans are drawn, where they are few with their runners-up and with what would help.
     """
-    memory, whole = WalkCache(), charts and len(cards) <= MAX_FULL_PLANS
+    whole = charts and len(cards) <= MAX_FULL_PLANS
+    num_ranked = NUM_RANKED if whole else 1
+    plan = partial(plan_workload, cache=WalkCache(), num_ranked=num_ranked, helped=whole, explained=charts or "classes")
 
     def planned(card: GpuSpec) -> tuple[GpuSpec, Plan | NoPlan | UsageError]:
         try:
-            workload = request.workload(spec, card, cluster(card))
-            return card, plan_workload(workload, cache=memory, num_ranked=NUM_RANKED if whole else 1, helped=whole)
+            return card, plan(request.workload(spec, card, cluster(card)))
         except UsageError as error:
             return card, error
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from planner.core.errors import SetupError, UsageError
 from planner.core.notes import measured, risk, usual
@@ -23,7 +23,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_linears
 from planner.options.kernels import KERNELS
-from planner.planning.decision.alternatives import alternatives, in_backward
+from planner.planning.decision.alternatives import alternatives, in_backward, other_classes
 from planner.planning.decision.candidates import Ranked, candidate
 from planner.planning.decision.choosing import choose, choose_alone
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
 
 NUM_RANKED = 24
+Explained = bool | Literal["classes"]
 
 
 class _Walked(NamedTuple):
@@ -57,21 +58,28 @@ class _Walked(NamedTuple):
     best: WalkedSetup | None
 
 
-def _walk(workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache) -> _Walked:
+def _walk(
+    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache, explained: Explained
+) -> _Walked:
     if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
         workload = replace(workload, targets=("axolotl",))  # the one target that has it on the card
     elif _packs_alone(workload):
         workload = replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)})
     values, results = dimension_values(workload), WalkResults(cache=cache)
-    return _Walked(workload, values, results, *choose(workload, values, results, corrections))
+    taken = choose(workload, values, results, corrections, explained=bool(explained))
+    return _Walked(workload, values, results, *taken)
 
 
 def _walk_fitting(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
+    workload: Workload,
+    corrections: Mapping[CorrectionKey, float] | None,
+    cache: WalkCache,
+    *,
+    explained: Explained = True,
 ) -> _Walked | None:
     """The same; None where nothing fits, or no setup can be."""
     with suppress(UsageError):
-        walked = _walk(workload, corrections, cache)
+        walked = _walk(workload, corrections, cache, explained)
         return walked if walked.best is not None else None
     return None
 
@@ -83,7 +91,7 @@ def plan_workload(
     *,
     num_ranked: int = NUM_RANKED,
     helped: bool = True,
-    explained: bool = True,
+    explained: Explained = True,
 ) -> Plan | NoPlan:
     """The formula level's whole answer.
 
@@ -92,8 +100,8 @@ def plan_workload(
         cache: kept by whoever plans for the same model again.
         num_ranked: how many of the fastest points the plan lists, the chosen one first.
         helped: where nothing fits, with what would help.
-        explained: with the tree, the alternatives and the notes, which take two fifths of a plan's time; without them
-            the choice and its figures are the same.
+        explained: with the tree, the alternatives and the notes, which take half of a plan's time; without them the
+            choice and its figures are the same. "classes": of all that with what the other classes would take.
 
     Raises:
         UsageError: the user's requests contradict each other so that no setup can exist at all, or no way of spreading
@@ -109,24 +117,31 @@ def plan_workload(
         packed = _with_packed_experts(workload, corrections, cache)
         if packed is not None:
             return packed
-    walked = _walk(workload, corrections, cache)
+    walked = _walk(workload, corrections, cache, explained)
     if walked.best is None:
         return _nothing_fits(walked, corrections, num_ranked, helped, explained)
-    walked, lost = _of_some_target(walked.workload, walked.best, corrections, cache) or (walked, ())
+    walked, lost = _of_some_target(walked.workload, walked.best, corrections, cache, explained) or (walked, ())
     return _plan(walked, lost, num_ranked, explained)
 
 
-def _plan(walked: _Walked, notes: Sequence[str], num_ranked: int = NUM_RANKED, explained: bool = True) -> Plan:
+def _plan(walked: _Walked, notes: Sequence[str], num_ranked: int = NUM_RANKED, explained: Explained = True) -> Plan:
     workload, values, results, node, best = walked
     assert node is not None
     assert best is not None
-    if not explained:
-        space, chosen = _space_count(workload, values, results), candidate(workload, best.setup)
+    chosen = candidate(workload, best.setup)
+    if explained is not True:
+        classes = other_classes(node, results.nodes()) if explained else ()
+        options = ((label, candidate(workload, setup)) for label, setup in classes)
         return Plan(
-            workload=workload, chosen=chosen, alternatives=(), ranked=(chosen,), tree=(), space=space, notes=(*notes,)
+            workload=workload,
+            chosen=chosen,
+            alternatives=tuple(Alternative(label, other, trade(chosen, other)) for label, other in options),
+            ranked=(chosen,),
+            tree=(),
+            space=_space_count(workload, values, results),
+            notes=(*notes,),
         )
     alone = _one_gpu(workload, results.cache) if workload.num_gpus > 1 else None
-    chosen = candidate(workload, best.setup)
     installed = _with_packages(workload, chosen, results.cache)
     fastest = merged(results.of_node(node).values()).ranked()
     others = [point for point in fastest if point is not best][: num_ranked - 1]
@@ -146,7 +161,7 @@ def _nothing_fits(
     corrections: Mapping[CorrectionKey, float] | None,
     num_ranked: int,
     helped: bool,
-    explained: bool,
+    explained: Explained,
 ) -> Plan | NoPlan:
     """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
     workload, values, results, _, _ = walked
@@ -171,7 +186,7 @@ def _nothing_fits(
         return mapped
     from planner.planning.decision.alternatives import refusal  # a plan needs none
 
-    if not explained:
+    if explained is not True:
         return refusal(workload, results, (), space, (), helped=False)
     alone = _one_gpu(workload, results.cache) if workload.num_gpus > 1 else None
     tree = tuple(answers(workload, results, None, None, None, alone))
@@ -296,7 +311,7 @@ def _other_forms(workload: Workload) -> Iterator[tuple[Workload, TrainSetup]]:
     copies = [replace(workload, model=copy)] if copy is not None else []
     for request in (*_packed(workload), *copies, *chain.from_iterable(map(_packed, copies))):
         with suppress(UsageError):
-            walked = _walk(request, None, WalkCache())
+            walked = _walk(request, None, WalkCache(), explained=True)
             points = filter(None, (node.smallest for node in walked.results.nodes().values()))
             if smallest := min(points, key=lambda point: point.peak_device_bytes, default=None):
                 yield walked.workload, smallest.setup
@@ -378,18 +393,24 @@ def _with_packed_experts(
 
 
 def _of_some_target(
-    workload: Workload, fastest: WalkedSetup, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
+    workload: Workload,
+    fastest: WalkedSetup,
+    corrections: Mapping[CorrectionKey, float] | None,
+    cache: WalkCache,
+    explained: Explained,
 ) -> tuple[_Walked, tuple[str, ...]] | None:
     """The target whose own best setup is best, where none has a file for the fastest setup of all, and a note where
     that costs speed; None where one has, or no target trains anything that fits."""
     reason = unwritten(workload, fastest.setup)
     if not reason:
         return None
-    named = (_walk_fitting(replace(workload, targets=(name,)), corrections, cache) for name in writers(workload))
+    targets = [replace(workload, targets=(name,)) for name in writers(workload)]
+    named = (_walk_fitting(each, corrections, cache, explained=False) for each in targets)
     options = [walked for walked in named if walked is not None]
     if not options:
         return None
     walked = _least_lossy(workload, options, fastest)
+    walked = _walk(walked.workload, corrections, cache, explained) if explained else walked
     speed = f"{fastest.tokens_per_s:,.0f} tokens/s"
     note = measured(f"no tool has a file for the fastest setup ({speed}): {reason}")
     assert walked.best is not None
@@ -431,7 +452,7 @@ def _of_unpacked(
     cache: WalkCache,
     num_ranked: int,
     helped: bool,
-    explained: bool,
+    explained: Explained,
 ) -> Plan | NoPlan | None:
     """The answer for the 16-bit copy of weights that are published packed; None where there is none, or no setup."""
     if (copy := plain_copy(workload.model)) is None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.memory.attention_kernels import takes_cudnn
@@ -230,11 +231,12 @@ def _points(
 def _dominated(speeds: _Speeds, run: SetupGroup, rival: SetupGroup) -> bool:
     """Whether a run's rival beats it, at the smallest and the largest micro-batch, by more than simpler setups are
     preferred for: the rival is never larger, so that no point of the run can be taken."""
-    loss, ends = next(iter(rival.choices)), (run.pairs[0], run.pairs[-1])
-    mine, first = (
-        speeds.of_rows(contender, loss).tokens_per_s(contender.choices[loss][0], ends) for contender in (run, rival)
+    loss = next(iter(rival.choices))
+    mine, first = ((speeds.of_rows(each, loss).tokens_per_s, each.choices[loss][0]) for each in (run, rival))
+    return all(
+        mine[0](mine[1], [pair])[0] < (1 - PREFERENCE_FRACTION) * first[0](first[1], [pair])[0]
+        for pair in (run.pairs[0], run.pairs[-1])
     )
-    return all(speed < (1 - PREFERENCE_FRACTION) * best for speed, best in zip(mine, first, strict=True))
 
 
 def _slower(speeds: _Speeds, run: SetupGroup, num_layers: int, fastest: float) -> bool:
@@ -244,10 +246,10 @@ def _slower(speeds: _Speeds, run: SetupGroup, num_layers: int, fastest: float) -
         return False
     share = math.ceil(num_layers / run.shared.checkpointing) / num_layers
     for loss, optimizers in run.choices.items():
-        for optimizer in optimizers:
-            none, every = (speeds.useful(end, loss).tokens_per_s(optimizer, run.pairs) for end in run.ends)
-            between = (1 / ((1 - share) / plain + share / other) for plain, other in zip(none, every, strict=True))
-            if max(between) > 0.99 * fastest:
+        none, every = (speeds.useful(end, loss).tokens_per_s for end in run.ends)
+        for optimizer, pairs in product(optimizers, (run.pairs[-1:], run.pairs[:-1])):  # if any is as fast, the largest
+            between = zip(none(optimizer, pairs), every(optimizer, pairs), strict=True)
+            if any(1 / ((1 - share) / plain + share / other) > 0.99 * fastest for plain, other in between):
                 return False
     return True
 

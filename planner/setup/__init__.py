@@ -62,9 +62,9 @@ class TrainSetup(SetupValues):
         }
         if target not in STACKS or all(getattr(self, name) == value for name, value in around.items()):
             return self
-        moved = replace(self, **around)
+        moved = self.replace(**around)
         if moved.resolved_adapter_dtype != self.resolved_adapter_dtype:
-            moved = replace(moved, adapter_dtype=self.resolved_adapter_dtype)
+            moved = moved.replace(adapter_dtype=self.resolved_adapter_dtype)
         return moved
 
     @property
@@ -99,4 +99,4 @@ class TrainSetup(SetupValues):
         roll = self.rollout
         if roll is not None and tokens < self.seq_len_tokens:
             roll = replace(roll, completion_tokens=max(1, min(roll.completion_tokens, tokens // 2)))
-        return replace(self, seq_len_tokens=tokens, rollout=roll)
+        return self.replace(seq_len_tokens=tokens, rollout=roll)

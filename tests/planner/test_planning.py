@@ -116,6 +116,25 @@ def test_checkpoints_that_are_left_out_beside_none_change_no_choice(
     assert taken.space.walked < whole.space.walked
 
 
+@pytest.mark.parametrize(
+    ("name", "card", "num_gpus", "fewer"),
+    [
+        ("Qwen/Qwen2.5-0.5B", "rtx-4090", 1, True),
+        ("Qwen/Qwen2.5-0.5B", "t4", 2, True),
+        ("Qwen/Qwen2.5-7B", "t4", 1, False),
+    ],
+)
+def test_a_choice_alone_walks_a_quantized_base_only_where_lora_does_not_fit(
+    name: str, card: str, num_gpus: int, fewer: bool
+) -> None:
+    workload = plan_request(name, card)
+    if num_gpus > 1:
+        workload = replace(workload, cluster=make_cluster(workload.gpu, num_gpus))
+    alone, whole = planned(workload, explained=False), planned(workload)
+    assert alone.chosen == whole.chosen
+    assert (alone.space.walked < whole.space.walked) == fewer
+
+
 def test_a_corrected_plan_counts_what_fits_when_it_is_corrected() -> None:
     workload, memory = plan_request("Qwen/Qwen2.5-7B", "rtx-4090"), WalkCache()
     first = planned(workload, {}, memory)

@@ -43,10 +43,19 @@ def spaces(workload: Workload, values: Values) -> Iterator[tuple[Workload, Value
 
 
 def choose(
-    workload: Workload, values: Values, results: WalkResults, corrections: Mapping[CorrectionKey, float] | None = None
+    workload: Workload,
+    values: Values,
+    results: WalkResults,
+    corrections: Mapping[CorrectionKey, float] | None = None,
+    *,
+    explained: bool = True,
 ) -> tuple[Node | None, WalkedSetup | None]:
-    """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked."""
-    node = _walk(workload, values, results, corrections)
+    """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked.
+
+    Args:
+        explained: with what else could be taken; without it no quantized base is walked where none is needed.
+    """
+    node = _walk(workload, values, results, corrections, explained)
     return node, best_layout(results.of_node(node)) if node is not None else None
 
 
@@ -54,14 +63,18 @@ def choose_alone(workload: Workload, cache: WalkCache | None = None) -> Candidat
     """What the plan of this work takes, without the rest of a plan; None where nothing fits, or no setup can be."""
     results = WalkResults() if cache is None else WalkResults(cache=cache)
     try:
-        best = choose(workload, dimension_values(workload), results)[1]
+        best = choose(workload, dimension_values(workload), results, explained=False)[1]
     except UsageError:
         return None
     return candidate(workload, best.setup) if best is not None else None
 
 
 def _walk(
-    workload: Workload, values: Values, results: WalkResults, corrections: Mapping[CorrectionKey, float] | None
+    workload: Workload,
+    values: Values,
+    results: WalkResults,
+    corrections: Mapping[CorrectionKey, float] | None,
+    explained: bool,
 ) -> Node | None:
     """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
 
@@ -70,8 +83,16 @@ def _walk(
             chosen = layouts_of_one(request) if request.num_gpus == 1 else layouts(request, stages)
             add_layouts(request, space_values, results, chosen, corrections)
 
-    walk(values, _FIRST)
+    plain = {**values, "method": tuple(method for method in values["method"] if method != "qlora")}
+    # where LoRA surely fits, only who prefers speed or offloads takes a quantized base for it
+    apart = not (explained or workload.prefer == "speed" or workload.offloads) and "lora" in plain["method"]
+    apart = apart and values["quantize_experts"] == (False,)
+    walk(plain if apart else values, _FIRST)
     walk(fewer_matrices(workload, values, results.nodes()[Node.LORA].sure), _FIRST)
+    if apart and results.nodes()[Node.LORA].sure:
+        values = plain
+    elif apart and "qlora" in values["method"]:
+        walk({**values, "method": ("qlora",)}, _FIRST)
     node = choose_node(results.nodes(), workload, from_host=workload.num_gpus == 1 and workload.offloads)
     if workload.num_gpus == 1:
         return node
