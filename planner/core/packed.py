@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.core.outputs import write_whole
-
 MAX_BYTES = 512 << 20
 """Of what a file unpacks to; the largest that ships takes a hundredth."""
 
 
 def write_packed(path: Path, tables: Mapping[str, Any]) -> None:
     """Writes them, whole or not at all; the same ones give the same bytes, so that two builds at once lose nothing."""
+    from planner.core.outputs import write_whole  # late: a plan writes none
+
     content = json.dumps(tables, separators=(",", ":")).encode()
     write_whole(path, gzip.compress(_seal(content) + b"\n" + content, mtime=0))
 

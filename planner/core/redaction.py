@@ -12,39 +12,38 @@ from typing import Any
 LEFT_OUT = "..."
 _SHORT = 8
 _KEY = r"(?:token|passw(?:or)?d|pwd|secret|credentials?|api[_-]?key|access[_-]?key|private[_-]?key|bearer)"
-_SECRET_NAME = re.compile(rf"(?:^|[\W_]){_KEY}(?:[_-]?id)?$", re.IGNORECASE)
-_SPECIAL = re.compile(
+_SECRET_NAME = rf"(?i)(?:^|[\W_]){_KEY}(?:[_-]?id)?$"
+_SPECIAL = (
     r"^(?:old)?pwd$|(?:^|[\W_])(?:eos|bos|pad|unk|sep|cls|mask|image|video|audio|stop|end|start|special)[_-]token$"
 )
 """Tokens of a vocabulary, and the shell's working folder."""
 _FORMS = (
-    (re.compile(r"(://)[^/@\s'\"]{1,500}@"), rf"\1{LEFT_OUT}@"),  # user:password@host
-    (re.compile(rf"([?&][\w.-]*(?:{_KEY}|sig|signature|key)=)[^&#\s'\"]+", re.IGNORECASE), rf"\1{LEFT_OUT}"),
-    (re.compile(r"\b(?:hf|api_org|ghp|gho|ghs|github_pat)_(?=\w{0,99}\d)\w{16,500}"), LEFT_OUT),
-    (re.compile(r"\b(?:sk|pk|rk|xox[abps]|glpat|nvapi)-(?=[\w-]{0,99}\d)[\w-]{20,500}"), LEFT_OUT),
-    (
-        re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\beyJ[\w-]{8,400}\.[\w-]{2,2000}\.[\w-]{2,2000}|\bAIza[\w-]{30,99}"),
-        LEFT_OUT,
-    ),
-    (re.compile(r"(\bBearer\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{LEFT_OUT}"),
+    (r"(://)[^/@\s'\"]{1,500}@", rf"\1{LEFT_OUT}@"),  # user:password@host
+    (rf"(?i)([?&][\w.-]*(?:{_KEY}|sig|signature|key)=)[^&#\s'\"]+", rf"\1{LEFT_OUT}"),
+    (r"\b(?:hf|api_org|ghp|gho|ghs|github_pat)_(?=\w{0,99}\d)\w{16,500}", LEFT_OUT),
+    (r"\b(?:sk|pk|rk|xox[abps]|glpat|nvapi)-(?=[\w-]{0,99}\d)[\w-]{20,500}", LEFT_OUT),
+    (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\beyJ[\w-]{8,400}\.[\w-]{2,2000}\.[\w-]{2,2000}|\bAIza[\w-]{30,99}", LEFT_OUT),
+    (r"(?i)(\bBearer\s+)[\w.~+/=-]{8,}", rf"\1{LEFT_OUT}"),
 )
 
-_SECRET_ARGUMENT = re.compile(r"((?<!\S)(?:--?([\w-]{1,60})(?:=|\s+)|([A-Z][A-Z0-9_]{1,60})=))[^\s'\"-][^\s'\"]*")
+_SECRET_ARGUMENT = r"((?<!\S)(?:--?([\w-]{1,60})(?:=|\s+)|([A-Z][A-Z0-9_]{1,60})=))[^\s'\"-][^\s'\"]*"
 """--hub_token X and HF_TOKEN=X in a line for a shell."""
 
 
 def without_secrets(text: str) -> str:
     """The text without what looks like a secret wherever it stands."""
     for pattern, instead in _FORMS:
-        text = pattern.sub(instead, text)
-    return _SECRET_ARGUMENT.sub(
-        lambda match: f"{match[1]}{LEFT_OUT}" if is_secret_name(match[2] or match[3]) else match[0], text
+        text = re.sub(pattern, instead, text)
+    return re.sub(
+        _SECRET_ARGUMENT,
+        lambda match: f"{match[1]}{LEFT_OUT}" if is_secret_name(match[2] or match[3]) else match[0],
+        text,
     )
 
 
 def is_secret_name(name: str) -> bool:
     """Whether an option or a variable of that name holds a secret: --hub_token, HF_TOKEN, not --max_tokens."""
-    return bool(_SECRET_NAME.search(name)) and not _SPECIAL.search(name.lower())
+    return bool(re.search(_SECRET_NAME, name)) and not re.search(_SPECIAL, name.lower())
 
 
 def without_secrets_in_words(words: Sequence[str]) -> list[str]:

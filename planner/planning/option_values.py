@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 
 from planner.core.close import close_names
 from planner.core.errors import UsageError
@@ -45,6 +44,8 @@ def length(text: str | int) -> int:
 
 
 def _whole(text: str | int, thousand: int, usual: str) -> int:
+    from decimal import Decimal  # late: few sizes are typed
+
     value = Decimal("0.5")
     if match := _AMOUNT.fullmatch(str(text).strip()):
         number = match[1].replace(",", "").replace("_", "")

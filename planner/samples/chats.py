@@ -9,17 +9,6 @@ from typing import Any
 
 from planner.samples.rows import REASONING, DataError, Row, num_shared
 
-TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
-    "{{- message['content'] if message['content'] is string"
-    " else message['content'] | map(attribute='text') | join }}"
-    "{{- '<|im_end|>' + (eos_token or '' if message['role'] == 'assistant' else '') + '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-"""ChatML in plain text, for a tokenizer that has no template."""
-
 
 class ChatTemplate:
     """What the chat template of a tokenizer makes of samples (`planner.samples.rows.sample_of`).

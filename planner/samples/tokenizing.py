@@ -16,10 +16,10 @@ from typing import Any
 from planner.core.children import child_environment, python_argv
 from planner.core.errors import ConfigError
 from planner.core.inputs import read_bytes, read_text
-from planner.samples.chats import TEMPLATE, ChatTemplate
+from planner.samples import TEMPLATE, TEMPLATE_FILE
+from planner.samples.chats import ChatTemplate
 from planner.samples.rows import DataError, Row
 
-NAME = "chat_template.jinja"
 MAX_CONFIG_BYTES = 32 << 20
 """Of a `tokenizer_config.json`, which may list every token: the largest known have some MB."""
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -49,7 +49,7 @@ def chat_template(folder: Path) -> ChatTemplate | None:
 
     if (config := tokenizer_config(folder)) is None:
         return None
-    text, template_file = config.get("chat_template"), folder / NAME
+    text, template_file = config.get("chat_template"), folder / TEMPLATE_FILE
     try:
         if template_file.is_file():
             text = read_text(template_file, max_bytes=MAX_TEMPLATE_BYTES)

@@ -27,7 +27,7 @@ def test_a_tokenizer_without_a_template_is_given_one(
     config = json.loads((base / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (base / "tokenizer_config.json").write_text(json.dumps(config))
-    (base / chat.NAME).unlink(missing_ok=True)
+    (base / chat.TEMPLATE_FILE).unlink(missing_ok=True)
     assert chat.lacks_template(str(base)) is True
     write_jsonl(tmp_path / "chats" / "train.jsonl", chats(8))
     setup = TrainSetup(
@@ -44,4 +44,4 @@ def test_a_tokenizer_without_a_template_is_given_one(
     run = launch("bash launch/run.sh" if target == "run.sh" else f"{emitted.prepare} && {emitted.command}")
     assert len(run.losses) == 2
     saved = tmp_path / "outputs"
-    assert "<|im_start|>" in (saved / chat.NAME).read_text() + (saved / "tokenizer_config.json").read_text()
+    assert "<|im_start|>" in (saved / chat.TEMPLATE_FILE).read_text() + (saved / "tokenizer_config.json").read_text()

@@ -62,9 +62,9 @@ def test_the_files_of_a_tokenizer_count_more_than_its_name(tmp_path: Path) -> No
     folder.mkdir()
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "model_max_length": int(1e30)}))
     assert chat.lacks_template(str(folder)) is True
-    (folder / chat.NAME).write_text(chat.TEMPLATE)
+    (folder / chat.TEMPLATE_FILE).write_text(chat.TEMPLATE)
     assert chat.lacks_template(str(folder)) is False
-    (folder / chat.NAME).unlink()
+    (folder / chat.TEMPLATE_FILE).unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     assert chat.lacks_template(str(folder)) is False
     for hostile in ("[" * 100_000, "[]", "9" * 5_000):
@@ -77,8 +77,10 @@ def test_what_each_target_does_about_a_missing_template(lacks: bool | None) -> N
     export_request = request(SETUP, lacks_template=lacks)
     trl = EXPORTERS["trl"](export_request)
     paths = {file.path for file in trl.files}
-    assert (f"trl/{chat.NAME}" in paths) == (lacks is not False)
-    assert yaml.safe_load(trl.files[0].text).get("chat_template_path") == (f"launch/trl/{chat.NAME}" if lacks else None)
+    assert (f"trl/{chat.TEMPLATE_FILE}" in paths) == (lacks is not False)
+    assert yaml.safe_load(trl.files[0].text).get("chat_template_path") == (
+        f"launch/trl/{chat.TEMPLATE_FILE}" if lacks else None
+    )
     assert any(chat.OPTION in note for note in trl.notes) == (lacks is None)
     llamafactory = yaml.safe_load(EXPORTERS["llamafactory"](export_request).files[0].text)
     assert llamafactory.get("template") == ("default" if lacks else None)

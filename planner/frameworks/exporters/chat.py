@@ -8,11 +8,9 @@ import re
 from pathlib import Path
 
 from planner.frameworks.exporters.types import ExportRequest
-from planner.samples import chats as shared
-from planner.samples import tokenizing as templates
+from planner.samples import TEMPLATE as TEMPLATE
+from planner.samples import TEMPLATE_FILE as TEMPLATE_FILE
 
-NAME = templates.NAME
-TEMPLATE = shared.TEMPLATE
 OPTION = "--chat_template_path"
 """`trl sft`'s option for a template in a file (TRL 1.16)."""
 FALLBACK = f"""if tokenizer.chat_template is None:  # a base model's: without one, chats cannot be rendered
@@ -21,39 +19,39 @@ FALLBACK = f"""if tokenizer.chat_template is None:  # a base model's: without on
     )
 """
 """What a script does about it, where `tokenizer` is at hand."""
-TUNED = re.compile(r"instruct|chat|(^|[-_/])(it|sft|dpo|thinking|reasoning|assistant)([-_.]|$)", re.IGNORECASE)
+TUNED = r"(?i)instruct|chat|(^|[-_/])(it|sft|dpo|thinking|reasoning|assistant)([-_.]|$)"
 """Names that authors give to models tuned for chat."""
-BASES = re.compile(
-    r"^(meta-llama/|google/gemma-|mistralai/.*-v0\.|openai-community/|gpt2|eleutherai/|facebook/opt|tiiuae/falcon|"
-    r"allenai/olmo|huggingfacetb/smollm)|[-_](base|pt)([-_.]|$)",
-    re.IGNORECASE,
+BASES = (
+    r"(?i)^(meta-llama/|google/gemma-|mistralai/.*-v0\.|openai-community/|gpt2|eleutherai/|facebook/opt|tiiuae/falcon|"
+    r"allenai/olmo|huggingfacetb/smollm)|[-_](base|pt)([-_.]|$)"
 )
 """Families whose models without such a word are bases, and words that say so."""
 
-_SPLITS = re.compile(
-    r"(^|[-_/])(gpt-oss-|phi-3(\.5)?-mini|qwen3-[\d.]+b(?!.*(instruct|coder))|qwen3\.[56]-)", re.IGNORECASE
-)
+_SPLITS = r"(?i)(^|[-_/])(gpt-oss-|phi-3(\.5)?-mini|qwen3-[\d.]+b(?!.*(instruct|coder))|qwen3\.[56]-)"
 """Models whose templates write an answer otherwise once the chat goes on, by TRL 1.16's copies (`chat_templates/`;
 Phi 3's ends what it writes, however long)."""
 
 
 def splits(model_id: str) -> bool:
     """Whether the model's template makes a row of every answer, as far as its name tells."""
-    return bool(_SPLITS.search(model_id))
+    return bool(re.search(_SPLITS, model_id))
 
 
 def lacks_template(model_id: str) -> bool | None:
     """Whether the model's tokenizer has no chat template: read from its files where they are on this machine, else
     guessed from the name; None where the name says nothing."""
-    from planner.samples.dataset import tokenizer_file
+    from planner.samples.dataset import tokenizer_file  # late: a plan asks for none
+    from planner.samples.tokenizing import tokenizer_config
 
     tokenizer = tokenizer_file(model_id)
     folder = Path(model_id) if Path(model_id).is_dir() else tokenizer.parent if tokenizer is not None else None
-    if folder is not None and (config := templates.tokenizer_config(folder)) is not None:
-        return not (config.get("chat_template") or (folder / NAME).is_file() or (folder / "chat_templates").is_dir())
-    if TUNED.search(model_id):
+    if folder is not None and (config := tokenizer_config(folder)) is not None:
+        return not (
+            config.get("chat_template") or (folder / TEMPLATE_FILE).is_file() or (folder / "chat_templates").is_dir()
+        )
+    if re.search(TUNED, model_id):
         return False
-    return True if BASES.search(model_id) else None
+    return True if re.search(BASES, model_id) else None
 
 
 def chats(request: ExportRequest) -> bool:

@@ -182,8 +182,8 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
     required = [prepare.NAME, *placed] if launch.prepare else placed
     command = launch.command
     asks: list[str] = []
-    if any(path.endswith(chat.NAME) for path in placed) and request.lacks_template is None:
-        path = f"launch/{launch.target}/{chat.NAME}"
+    if any(path.endswith(chat.TEMPLATE_FILE) for path in placed) and request.lacks_template is None:
+        path = f"launch/{launch.target}/{chat.TEMPLATE_FILE}"
         look = "import sys; from transformers import AutoTokenizer as T; " + (
             "sys.exit(T.from_pretrained(sys.argv[1]).chat_template is not None)"
         )

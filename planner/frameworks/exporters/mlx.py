@@ -100,7 +100,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         where = shlex.quote(shown_path(request.model_id))
         convert = f"mlx_lm.convert --hf-path {where} {bits}--mlx-path {made}"
         if chat.brought_along(request):
-            template = f"{TARGET}/{chat.NAME}"
+            template = f"{TARGET}/{chat.TEMPLATE_FILE}"
             files.append(LaunchFile(path=template, text=chat.TEMPLATE))
             convert += f" && cp launch/{template} {made}/"
         steps.append(f"{{ [ -f {made}/config.json ] || {{ {convert}; }}; }}")

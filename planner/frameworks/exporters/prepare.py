@@ -6,15 +6,12 @@ Axolotl 0.21 leaves the end of an answer out of the loss where a template ends i
 looks for the template's markers. Tokens with labels mean the same to all four.
 """
 
-from importlib.resources import files
 from pathlib import Path
 
 from planner.frameworks.exporters import chat
 from planner.frameworks.exporters.text import comments, constant, shown_path
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, LaunchFile
 from planner.options.stacks import TARGET_ROWS
-from planner.samples.dataset import SUPERVISED
-from planner.samples.rows import SUFFIXES, loader_of
 
 NAME = "prepare_data.py"
 CACHE = "launch/data/axolotl"
@@ -44,6 +41,8 @@ def needed(request: ExportRequest) -> bool:
     begins with two BOS); LLaMA-Factory 0.9.5 takes texts, which its template `empty` leaves as they are."""
     setup, dataset = request.setup, request.dataset
     if setup.images is not None:
+        from planner.samples.rows import loader_of  # late: a plan asks for none
+
         return dataset is not None and dataset.local and loader_of(Path(dataset.path)) in LINES
     if request.model is not None and request.model.front_end is not None:
         return False
@@ -79,6 +78,8 @@ def command(request: ExportRequest, target: str) -> str:
 
 def refusal(request: ExportRequest, target: str) -> str:
     """Why a target cannot train on such data, "" where it can."""
+    from planner.samples.dataset import SUPERVISED  # late: a plan asks for none
+
     answered = request.dataset is not None and request.dataset.columns in SUPERVISED[:2] and request.loss_on != "all"
     if target == "torchtitan" and answered and request.setup.objective_spec.supervised:
         return "torchtitan 0.2.2 trains on all tokens of plain text: plan with --loss-on all"
@@ -98,6 +99,11 @@ def loss_words(request: ExportRequest) -> str:
 
 def file(request: ExportRequest) -> LaunchFile:
     """The program: what a person changes, how rows are read (the planner's own code), what is written."""
+    from importlib.resources import files  # late: a plan writes none
+
+    from planner.samples.dataset import SUPERVISED
+    from planner.samples.rows import SUFFIXES
+
     dataset, setup = request.dataset, request.setup
     head = (
         "Makes launch/data/ of a data set for all: python launch/prepare_data.py FORM",

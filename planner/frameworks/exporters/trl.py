@@ -134,7 +134,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         command = common.after(env, f"python -m trl.scripts.{spoken} --config launch/{file}")
     runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
-        files.append(LaunchFile(path=f"{TARGET}/{chat.NAME}", text=chat.TEMPLATE))
+        files.append(LaunchFile(path=f"{TARGET}/{chat.TEMPLATE_FILE}", text=chat.TEMPLATE))
     title = "TRL supervised fine-tuning" if setup.objective_spec.supervised else f"TRL {setup.objective_spec.title}"
     main = LaunchFile(path=file, text=yaml_text(_sections(request, runs)))
     notes = _notes(request)
@@ -194,7 +194,7 @@ def _notes(request: ExportRequest) -> list[str]:
     if templates and chats and request.lacks_template is None:
         notes.append(
             f"If the tokenizer has no chat template (a base model's often has none), add {chat.OPTION} "
-            f"launch/{TARGET}/{chat.NAME} to the command; run.sh looks and does."
+            f"launch/{TARGET}/{chat.TEMPLATE_FILE} to the command; run.sh looks and does."
         )
     if setup.images is not None:
         notes.append(
@@ -217,7 +217,7 @@ def _notes(request: ExportRequest) -> list[str]:
 
 def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
     setup = request.setup
-    template = Line("chat_template_path", f"launch/{TARGET}/{chat.NAME}", "the tokenizer has none of its own")
+    template = Line("chat_template_path", f"launch/{TARGET}/{chat.TEMPLATE_FILE}", "the tokenizer has none of its own")
     env = common.environment(request.gpu)
     return [
         section("environment, set before the training process starts", Line("env", env) if env else None),
