@@ -137,15 +137,20 @@ class Sizes:
 
     def moments(self, moments: Iterable[ProfileMoment], *, accumulated: bool) -> list[Line]:
         """Of each all groups'; without accumulation of one micro-batch's samples."""
-        cache, totals = self._moments[accumulated], []
+        cache, forms, totals = self._moments[accumulated], self._forms, list[Line]()
         for moment in moments:
             cached = cache.get(id(moment))
             if cached is None:
-                lines: list[Sequence[float]] = []
+                constant = slope = square = tile = 0.0
                 for group, form in moment.groups:
-                    line = self.form(form)
-                    lines.append(line if accumulated or group != BATCH else [0.5 * value for value in line])
-                cached = cache[id(moment)] = moment, Line(*map(sum, zip(*lines, strict=True)))
+                    entry = forms.get(id(form))
+                    line: Sequence[float] = entry[1] if entry is not None else self.form(form)
+                    if group == BATCH and not accumulated:
+                        line = [0.5 * value for value in line]
+                    constant, slope, square, tile = (
+                        constant + line[0], slope + line[1], square + line[2], tile + line[3],
+                    )  # fmt: skip
+                cached = cache[id(moment)] = moment, Line(constant, slope, square, tile)
             totals.append(cached[1])
         return totals
 
@@ -173,7 +178,7 @@ class ProfiledStep:
     @property
     def complete(self) -> bool:
         """Whether such samples were run."""
-        return None not in self._pieces.values()
+        return all(piece is not None for piece in self._pieces.values())
 
     def _piece(self, micro_batch_seqs: int) -> Piece:
         piece = self._pieces[micro_batch_seqs == 1]
@@ -387,7 +392,7 @@ _ADAPTERS = (*_LIKE_LORA, "dora", "vera")
 def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     """What names a structure: its fields beside the defaults, and the kernels that its attention runs on this card. A
     dropout's size does not matter."""
-    dtype = dtype_policy_of(setup).attention_input
+    dtype = setup.autocast_dtype or dtype_policy_of(setup).attention_input
     kernels = {
         attention_kernel(model, setup, gpu, layer.attention, dtype) if layer.attention else "none"
         for layer in model.layer_kinds

@@ -270,6 +270,7 @@ class Family:
         rank, setup, of_loss = self._rank, self._setup, formula_loss_gap_share(loss, self._setup.checkpointing)
         holding = [rank.baseline(setup, loss, accumulated=accumulated) for accumulated in (False, True)]
         stepping = [rank.stepping(baseline, optimizers) for baseline in holding]
+        constant = [rank.extra_bytes + total_bytes(buckets(held.state)) for held in holding]
         if sharded := setup.parallel in SHARDED:
             from planner.memory.ranks import RankMoments, before_step
 
@@ -281,12 +282,11 @@ class Family:
             if sharded:
                 sizes = moments[accumulated].at(micro, rank.chain(setup, loss, index, state)[0])
                 before = before_step(sizes, of_loss, state.holes_bytes)
-                fixed, at_end = state.moment_bytes["resident"], sizes["step"][0].size_bytes
+                fixed, at_end = state.moment_bytes["resident"] + rank.extra_bytes, sizes["step"][0].size_bytes
             else:
                 before = step.before_step(micro, accumulated=accumulated)
-                fixed = total_bytes(buckets(state))
-                at_end = step.bytes_at(micro, "step", accumulated=accumulated)[0]
-            fixed, at_end = fixed + rank.extra_bytes, at_end - state.moment_bytes["step"]
+                fixed, at_end = constant[accumulated], step.bytes_at(micro, "step", accumulated=accumulated)[0]
+            at_end -= state.moment_bytes["step"]
             return [
                 fixed + states + reserved_peak(before, at_end + at_step) for states, at_step in stepping[accumulated]
             ]

@@ -65,7 +65,7 @@ class MemoryBreakdown:
     @property
     def peak_phase(self) -> str:
         """The phase in which the peak falls (the first of equals)."""
-        return max(PHASES, key=lambda phase: self.phase_bytes[phase])
+        return max(PHASES, key=self.phase_bytes.__getitem__)
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -84,7 +84,8 @@ class MemoryBreakdown:
 
     def at_peak(self) -> tuple[MemoryTerm, ...]:
         """The terms alive in the peak's phase, largest first."""
-        alive = [term for term in self.terms if self.peak_phase in term.phases and term.size_bytes]
+        peak_phase = self.peak_phase
+        alive = [term for term in self.terms if peak_phase in term.phases and term.size_bytes]
         return tuple(sorted(alive, key=lambda term: -term.size_bytes))
 
 

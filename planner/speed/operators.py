@@ -1,6 +1,6 @@
 """What a run issues: operators with the layouts of their arguments, in the order of a training step. Plain data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -30,8 +30,10 @@ class Layout(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes of its distinct elements: an expanded dimension is read once."""
-        distinct = prod(size for size, step in zip(self.shape, self.stride, strict=True) if step or size < 2)
-        return distinct * SIZE_BYTES.get(self.dtype, 4)
+        shape: Iterable[int] = self.shape
+        if 0 in self.stride:
+            shape = (size for size, step in zip(self.shape, self.stride, strict=True) if step or size < 2)
+        return prod(shape) * SIZE_BYTES.get(self.dtype, 4)
 
     @property
     def item_bytes(self) -> int:
@@ -42,7 +44,7 @@ class Layout(NamedTuple):
     def dense(self) -> bool:
         """Whether its elements lie without gaps, in whatever order of the dimensions."""
         expected = 1
-        for step, size in sorted((s, n) for s, n in zip(self.stride, self.shape, strict=True) if n > 1):
+        for step, size in sorted([(s, n) for s, n in zip(self.stride, self.shape, strict=True) if n > 1]):
             if step != expected:
                 return False
             expected = step * size
@@ -54,7 +56,7 @@ class Layout(NamedTuple):
         dimensions = [
             (-step, place) for place, (step, size) in enumerate(zip(self.stride, self.shape, strict=True)) if size > 1
         ]
-        return tuple(place for _, place in sorted(dimensions))
+        return tuple([place for _, place in sorted(dimensions)])
 
 
 class Operator(NamedTuple):

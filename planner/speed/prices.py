@@ -83,7 +83,7 @@ def moved_s(moved: float, rates: CardRates, share: float = 1.0) -> float:
 
 
 def _bytes(layouts: tuple[Layout, ...]) -> int:
-    return sum(layout.size_bytes for layout in layouts)
+    return sum([layout.size_bytes for layout in layouts])
 
 
 def _moved(share: float, part: str = "elementwise", kernels: int = 1) -> Row:
@@ -102,25 +102,22 @@ def _elementwise(call: Operator, rates: CardRates) -> Price:
     Measured (H100): 33.5 million elements in 91 to 115 microseconds, by a vector, a number a row, transposed, cut or
     cast to fp32; wide ones at the copy rate.
     """
-    moved = _bytes(call.inputs) + _bytes(call.outputs)
+    layouts = (*call.inputs, *call.outputs)
+    moved = _bytes(layouts)
     if not moved:
         return Price(rates.launch_s, "elementwise")
-    seconds = moved_s(moved, rates)
-    largest = max(layout.numel for layout in (*call.inputs, *call.outputs))
-    if not _wide(call, largest):
+    seconds, elements = moved_s(moved, rates), [layout.numel for layout in layouts]
+    largest = max(elements)
+    whole = [layout for layout, numel in zip(layouts, elements, strict=True) if numel == largest]
+    types, strides = {layout.dtype for layout in whole}, {(each.shape, each.stride): each for each in whole}
+    wide = (
+        (len(types) == 1 or (len(whole) == 2 and whole[1].item_bytes < whole[0].item_bytes))
+        and all(numel in (0, 1, largest) for numel in elements[: len(call.inputs)])
+        and all(layout.dense and layout.order == whole[0].order for layout in strides.values())
+    )
+    if not wide:
         seconds = (seconds**4 + (rates.launch_s + largest / rates.single_elements) ** 4) ** 0.25
     return Price(seconds, "elementwise")
-
-
-def _wide(call: Operator, largest: int) -> bool:
-    whole = [layout for layout in (*call.inputs, *call.outputs) if layout.numel == largest]
-    first = whole[0]
-    if any(1 < layout.numel < largest for layout in call.inputs):
-        return False
-    if any(not layout.dense or layout.order != first.order for layout in whole):
-        return False
-    types = {layout.dtype for layout in whole}
-    return len(types) == 1 or (len(whole) == 2 and whole[1].item_bytes < first.item_bytes)
 
 
 def _copied(call: Operator, rates: CardRates) -> Price:

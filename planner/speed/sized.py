@@ -76,10 +76,12 @@ UNCUT = Tiles(0, 1, 1.0)
 
 def _axes(operator: SizedOperator) -> int:
     """What of an operator's size is no constant of the model and the length: 1 the micro-batch, 2 the rank, 3 both."""
-    powers = [
-        MONOMIALS[index] for side in operator[1:3] for layout in side for form in layout.shape for index, _ in form
-    ]
-    return any(each[0] or each[3] for each in powers) + 2 * any(each[2] for each in powers)
+    indices = {index for side in operator[1:3] for layout in side for form in layout.shape for index, _ in form}
+    return (not _OF_MICRO_BATCH.isdisjoint(indices)) + 2 * (not _OF_RANK.isdisjoint(indices))
+
+
+_OF_MICRO_BATCH = {index for index, (batch, _, _, tile) in enumerate(MONOMIALS) if batch or tile}
+_OF_RANK = {index for index, powers in enumerate(MONOMIALS) if powers[2]}
 
 
 class _Issues:
@@ -149,21 +151,25 @@ class Sized:
         key = id(layout), tile
         cached = self._layouts.get(key)
         if cached is None:
-            values = self._values
+            values, shape = self._values, list[int]()
             values[self._tile] = tile
-            shape = tuple(max(1, round(sum(factor * values[index] for index, factor in form))) for form in layout.shape)
+            for form in layout.shape:
+                size = 0.0
+                for index, factor in form:
+                    size += factor * values[index]
+                shape.append(max(1, round(size)))
             strides, step = [0] * len(shape), 1 if layout.dense else 2
             for place in reversed(layout.order or range(len(shape))):
                 if place not in layout.repeated:
                     strides[place] = step
                     step *= shape[place]
-            cached = self._layouts[key] = Layout(shape, tuple(strides), layout.dtype)
+            cached = self._layouts[key] = Layout(tuple(shape), tuple(strides), layout.dtype)
         return cached
 
     def operator(self, number: int, tile: int = 0) -> Operator:
         """An operator at these sizes."""
         sized: SizedOperator = self._programs.operators[number]
-        inputs, outputs = (tuple(self._layout(each, tile) for each in side) for side in (sized.inputs, sized.outputs))
+        inputs, outputs = [tuple([self._layout(each, tile) for each in side]) for side in sized[1:3]]
         return Operator(sized.name, inputs, outputs, sized.numbers, sized.listed)
 
     def price(self, number: int, tile: int = 0) -> Price:
@@ -191,17 +197,6 @@ class Sized:
             return Tiles(tiles.tokens, max(0, turns), filled)
         return Tiles(0, max(0, -(-self._tokens // run.per) - run.less), 1.0)
 
-    def _segment(self, place: int, clock_maps: "_ClockMaps") -> ClockMap:
-        """The clock map of a segment."""
-        clock_map: ClockMap | None = None
-        for run in self._programs.segments[place].runs:
-            tile, turns, filled = self.loop(run, clock_maps.tiles)
-            issue = self._issues.of(run.calls, clock_maps.checkpointed, clock_maps.scale)
-            run_clock_map = clock_map_of(issue, self.device(tile), filled)
-            run_clock_map = run_clock_map if turns == 1 else run_clock_map.times(turns)
-            clock_map = run_clock_map if clock_map is None else clock_map.then(run_clock_map)
-        return clock_map or IDLE
-
     def blocks(self, blocks: Blocks, *, checkpointed: bool, tiles: Tiles, scale: float) -> ClockMap:
         """The clock map of segments."""
         key = checkpointed, tiles, scale
@@ -212,36 +207,31 @@ class Sized:
         return clock_map
 
     def _block(self, block: Block, clock_maps: "_ClockMaps") -> ClockMap:
+        """The clock map of segments one after another; those that no tile cuts are the same whatever the tiles."""
         clock_map = clock_maps.blocks.get(id(block))
-        if clock_map is None:
-            places, times = block
-            if clock_maps.tiles is not UNCUT and self._issues.tiled.isdisjoint(places):
-                clock_map = clock_maps.blocks[id(block)] = self._block(block, self._uncut(clock_maps))
-                return clock_map
-            by_place, pieces = clock_maps.segments, list[ClockMap]()
-            for place in places:
-                piece = by_place.get(place)
-                if piece is None:
-                    piece = by_place[place] = self._clock_map(place, clock_maps)
-                pieces.append(piece)
-            piece = compose(pieces) if len(pieces) > 1 else pieces[0]
-            clock_map = clock_maps.blocks[id(block)] = piece if times == 1 else piece.times(times)
+        if clock_map is not None:
+            return clock_map
+        places, times = block
+        key, tiled, pieces = (clock_maps.checkpointed, UNCUT, clock_maps.scale), self._issues.tiled, list[ClockMap]()
+        uncut = self._clock_maps.get(key) or self._clock_maps.setdefault(key, _ClockMaps(*key))
+        if uncut is not clock_maps and tiled.isdisjoint(places):
+            clock_map = clock_maps.blocks[id(block)] = self._block(block, uncut)
+            return clock_map
+        for place in places:
+            cut = clock_maps if place in tiled else uncut
+            piece = cut.segments.get(place)
+            if piece is None:
+                for run in self._programs.segments[place].runs:
+                    tile, turns, filled = self.loop(run, cut.tiles)
+                    issue = self._issues.of(run.calls, cut.checkpointed, cut.scale)
+                    of_run = clock_map_of(issue, self.device(tile), filled)
+                    of_run = of_run if turns == 1 else of_run.times(turns)
+                    piece = of_run if piece is None else piece.then(of_run)
+                piece = cut.segments[place] = piece or IDLE
+            pieces.append(piece)
+        clock_map = compose(pieces) if len(pieces) > 1 else pieces[0]
+        clock_map = clock_maps.blocks[id(block)] = clock_map if times == 1 else clock_map.times(times)
         return clock_map
-
-    def _clock_map(self, place: int, clock_maps: "_ClockMaps") -> ClockMap:
-        """The clock map of a segment; those that no tile cuts are the same whatever the tiles."""
-        if place in self._issues.tiled or clock_maps.tiles is UNCUT:
-            return self._segment(place, clock_maps)
-        shared = self._uncut(clock_maps)
-        clock_map = shared.segments.get(place)
-        if clock_map is None:
-            clock_map = shared.segments[place] = self._segment(place, shared)
-        return clock_map
-
-    def _uncut(self, clock_maps: "_ClockMaps") -> "_ClockMaps":
-        """Those of what no tile cuts."""
-        key = clock_maps.checkpointed, UNCUT, clock_maps.scale
-        return self._clock_maps.get(key) or self._clock_maps.setdefault(key, _ClockMaps(*key))
 
     def counted(self, counts: Counts, scale: float) -> ClockMap:
         """The clock map of calls whose order does not matter."""

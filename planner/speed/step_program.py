@@ -116,26 +116,26 @@ class ModelPrograms:
         self._spaced: dict[tuple[str, str, int], StepProgram | None] = {}
         self._known_blocks: dict[Block, Block] = {}
         self._shared_blocks: dict[Blocks, Blocks] = {}
-        forms = [tuple((index, float(factor)) for index, factor in form) for form in raw["forms"]]
+        forms = [tuple([(index, float(factor)) for index, factor in form]) for form in raw["forms"]]
         layouts = [
-            SizedLayout(tuple(forms[number] for number in shape), tuple(order), bool(dense), tuple(repeated), dtype)
+            SizedLayout(tuple([forms[number] for number in shape]), tuple(order), bool(dense), tuple(repeated), dtype)
             for shape, order, dense, repeated, dtype in raw["layouts"]
         ]
         self.operators = [
             SizedOperator(
                 raw["names"][name],
-                tuple(layouts[number] for number in inputs),
-                tuple(layouts[number] for number in outputs),
+                tuple([layouts[number] for number in inputs]),
+                tuple([layouts[number] for number in outputs]),
                 tuple(numbers),
                 listed,
             )
             for name, inputs, outputs, numbers, listed in raw["operators"]
         ]
         self.segments = [
-            SizedSegment(phase, tuple(Run(per, less, tuple(calls)) for per, less, calls in runs))
+            SizedSegment(phase, tuple([Run(per, less, tuple(calls)) for per, less, calls in runs]))
             for phase, runs in raw["stretches"]
         ]
-        self._steps = [tuple((call, times) for call, times in counts) for counts in raw["steps"]]
+        self._steps = [tuple([(call, times) for call, times in counts]) for counts in raw["steps"]]
 
     @property
     def keys(self) -> frozenset[str]:

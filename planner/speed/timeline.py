@@ -184,7 +184,7 @@ class Timeline:
 
     def micro_batches(self, loop: "Loop") -> tuple[ClockMap, ClockMap]:
         """The clock maps of the first micro-batch and of a later one."""
-        micro_batch, looked = compose(stage.clock_map for stage in self.micro_batch(loop)), self._value_read(loop)
+        micro_batch, looked = compose([stage.clock_map for stage in self.micro_batch(loop)]), self._value_read(loop)
         return micro_batch.then(looked), micro_batch.then(self.added).then(looked)
 
     def end(self, loop: "Loop", step: Iterable[ClockMap]) -> ClockMap:
