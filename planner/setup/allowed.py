@@ -440,9 +440,9 @@ def _check_kind(setup: SetupValues) -> None:
         )
     if row.like_lora:
         return
-    if setup.objective != _DEFAULT_OBJECTIVE:
+    if setup.objective not in (_DEFAULT_OBJECTIVE, "classification"):
         raise SetupError(
-            f"adapter {row.name!r} is planned for supervised fine-tuning, got objective {setup.objective!r}",
+            f"adapter {row.name!r} is planned for objectives 'sft' and 'classification', got {setup.objective!r}",
             hint="use --adapter lora, rslora, pissa or loftq",
         )
     if "lora" in _KERNELS[setup.kernels].parts:

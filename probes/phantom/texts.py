@@ -346,7 +346,16 @@ def data_sets_stand_in(phantom: Phantom, datasets: Any, patch: Patch) -> None:
     def select_present(self: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
         return select(self, [index for index in indices if index < len(self)], *args, **kwargs)
 
+    split = datasets.Dataset.train_test_split
+
+    def split_present(self: Any, test_size: Any = None, train_size: Any = None, **kwargs: Any) -> Any:
+        sizes = [test_size, train_size]
+        if self.info.description == _STAND_IN:
+            sizes = [size if size is None or size < len(self) else 0.5 for size in sizes]
+        return split(self, *sizes, **kwargs)
+
     patch(datasets, "load_dataset", load_dataset)
+    patch(datasets.Dataset, "train_test_split", split_present)
     patch(datasets.load, "load_dataset", load_dataset)
     patch(datasets.Dataset, "select", select_present)
     patch(datasets.Dataset, "map", _mapping(phantom, datasets, datasets.Dataset.map))

@@ -3,8 +3,10 @@
 import re
 import warnings
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 
 from planner.memory.trained import layer_numbers, of_tokens, scaled_inputs
 from planner.models.encoders import with_vision
@@ -36,8 +38,14 @@ def spec_of(model: Any) -> ModelSpec:
     raw = model.config.to_dict()
     raw.get("text_config", raw).pop("per_layer_config", None)
     names = {"model_id": model.config.model_type, "source": "built model"}
-    supported = has_family(model.config.model_type)
-    return spec_from_config(raw, **names) if supported else spec_of_model(model, raw, **names)
+    if has_family(model.config.model_type):
+        return spec_from_config(raw, **names)
+    if model.get_output_embeddings() is not None:
+        return spec_of_model(model, raw, **names)
+    table = model.get_input_embeddings()  # of scores and vectors: with a head, as the planner has it
+    head = nn.Linear(table.embedding_dim, table.num_embeddings, device="meta")
+    with mock.patch.multiple(model, create=True, lm_head=head, get_output_embeddings=lambda: head):
+        return spec_of_model(model, raw, **names)
 
 
 _RANK_ARGUMENTS = {

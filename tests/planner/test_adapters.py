@@ -123,6 +123,13 @@ def test_a_scripts_partial_layers_and_its_own_ia3_targets_are_taken() -> None:
     reward = read_text(stages + end, "train.py", model=model)  # not planned as IA3: a LoRA of one, which is said
     assert (reward.setup.adapter, reward.setup.lora_rank) == ("lora", 1)
     assert any("IA3 is counted as LoRA" in text for text in reward.approximations)
+    score = "from transformers import AutoModelForSequenceClassification as A, Trainer, TrainingArguments\n"
+    score += "from peft import PrefixTuningConfig, get_peft_model\nmodel = A.from_pretrained('bert-base-uncased')\n"
+    score += (
+        "Trainer(get_peft_model(model, PrefixTuningConfig(num_virtual_tokens=9)), TrainingArguments('o')).train()\n"
+    )
+    prefix = read_text(score, "train.py", model=catalogue.load("bert-base-uncased"), base=TrainSetup())
+    assert (prefix.setup.adapter, prefix.setup.lora_rank, prefix.approximations) == ("prefix", 9, ())
 
 
 def test_a_prefix_gives_keys_and_values_and_no_tokens_to_the_matrices() -> None:

@@ -96,7 +96,9 @@ def test_orpo_on_several_gpus_is_accelerates_to_launch() -> None:
 def test_an_adapter_that_the_objective_does_not_take_is_named() -> None:
     model = loaded("gpt2")
     fixed = {"objective": ("dpo",), "adapter": ("dora",), "loss": ("chunked",), "method": ("lora", "qlora")}
-    with pytest.raises(UsageError, match="adapter 'dora' is planned for supervised fine-tuning, got objective 'dpo'"):
+    with pytest.raises(
+        UsageError, match="adapter 'dora' is planned for objectives 'sft' and 'classification', got 'dpo'"
+    ):
         plan_workload(PlanRequest(fixed=fixed).workload(model, CARD))
 
 

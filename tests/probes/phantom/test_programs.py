@@ -233,6 +233,7 @@ def test_stand_in_rows_fill_every_batch_of_the_size_that_the_program_gives(
     assert [len(batch["text"]) for batch in DataLoader(own, batch_size=100)] == [3]
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     rows = datasets.load_dataset("nobody/knows-this", split="train")
+    assert len(rows.train_test_split(test_size=10_000)["train"]) == len(rows) // 2
     different = NoDuplicatesBatchSampler(rows, batch_size=100, drop_last=drop_last)
     streamed = datasets.load_dataset("nobody/knows-this", split="train", streaming=True)
     for loader in (
