@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from planner.core import notes as noted
-from planner.core.errors import SetupError
+from planner.core.errors import NotPlanned, SetupError
 from planner.core.units import gib, percent
+from planner.models.encoders import MODALITIES
 from planner.models.spec import ModelSpec
 from planner.planning.evidence.followed import why_no_dry_run
 from planner.planning.plan import Alternative, Answer, CorrectionKey, NoPlan, Plan, correction_key, with_trades
@@ -92,6 +93,9 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
     by the formula is dry-run first where it is the fastest, and taken where the dry run's own, narrower band fits.
     Where the dry run cannot trace the model, the formula's plan alone (`plan_with(None)`) stands and says so; a setup
     that no dry run follows is taken where it surely fits without one.
+
+    Raises:
+        NotPlanned: a model of more than text, whose own class ran no step of text that was tried.
     """
     runs: dict[TrainSetup, Prediction] = {}
     failed: dict[TrainSetup, ProbeFailure] = {}
@@ -121,7 +125,14 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
             corrections[ANY_SETUP] = max(correction for correction in corrections.values() if correction < CANNOT_RUN)
         plan = plan_with(corrections)
     if failed and not runs and isinstance(plan, Plan):
-        return _untraced(plan_with(None), next(iter(failed.values())), runs)
+        failure, model = next(iter(failed.values())), plan.workload.model
+        if not MODALITIES.isdisjoint(model.config):
+            reason = f"no step of {model.model_id} was seen to run on text alone ({failure.message[:300]})"
+            raise NotPlanned(
+                f"{reason}; what it makes of pictures or sound is not planned",
+                hint="plan trace -- python FILE runs a program on a phantom GPU and says what it needs",
+            )
+        return _untraced(plan_with(None), failure, runs)
     plan = replace(plan, tree=(*plan.tree, *_refusals(failed)))
     if isinstance(plan, NoPlan):
         stops = [failure.message[:300] for failure in failed.values()][:1]
