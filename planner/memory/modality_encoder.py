@@ -28,6 +28,7 @@ def encoder_setup(setup: TrainSetup, encoder: Encoder) -> TrainSetup:
     return setup.replace_trusted(
         **targets,
         images=None,
+        uneven=False,  # texts differ in length, and padding is the text's alone
         checkpointing=setup.checkpointing * encoder.checkpoints,
         micro_batch_seqs=setup.micro_batch_seqs * setup.images.num * encoder.frames,
         seq_len_tokens=encoder.patches,

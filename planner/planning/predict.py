@@ -113,9 +113,10 @@ def with_padding(
     prediction: Prediction, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None
 ) -> Prediction:
     """A prediction, of any level, that counts full micro-batches, with the band and the speed of those whose samples
-    differ in length: SDPA is handed a mask then, which costs its flash kernel (`TrainSetup.pads`)."""
+    differ in length: SDPA is handed a mask then, which costs its flash kernel (`TrainSetup.pads`). Of clips none
+    is made: labels alone are padded (the collator of Hugging Face's course)."""
     padded = setup.replace_trusted(uneven=True)
-    if setup.uneven or not padded.pads:
+    if setup.uneven or not padded.pads or model.front_end is not None:
         return prediction
     peaks = [device_peak_bytes(model, gpu, variant) for variant in (setup, padded)]
     steps = [
@@ -129,10 +130,11 @@ def with_padding(
     bands = {**prediction.bands, "needed": (below, max(above, (1 + above) * (1 + more) - 1))}
     if sides := speed_sides(prediction.time_band_fraction, prediction.bands):
         bands["tokens_per_s"] = max(sides.below, 1 - (1 - sides.below) / longer), sides.above
+    packing = "--packing, " * (setup.images is None)
     note = risk(
         "samples of one length are counted: where those of a micro-batch differ SDPA gets a mask, "
         f"{gib(max(0, peaks[1] - peaks[0]))} more and {percent(max(0.0, 1 - 1 / longer))} slower (neither with "
-        "--packing, micro-batch 1 or flash-attention-2)"
+        f"{packing}micro-batch 1 or flash-attention-2)"
     )
     widest = max(bands["needed"])
     return replace(prediction, memory_band_fraction=widest, bands=bands, notes=(*prediction.notes, note))

@@ -512,7 +512,7 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (a mask of ones is dropped).
         """
         of_class = not self.trainer.own_models and self.stack != "unsloth"
-        padded = self.uneven and self.attention == "sdpa" and not self.packing and self.images is None
+        padded = self.uneven and self.attention == "sdpa" and not self.packing
         return padded and of_class and self.micro_batch_seqs * self.seqs_per_sample > 1
 
     @property

@@ -11,6 +11,8 @@ from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, by_chance, fitte
 from planner.core.units import GIB, percent
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
+from planner.models.encoders import with_vision
+from planner.options.images import Images
 from planner.planning.answer import plan_workload
 from planner.planning.decision.results import Limits
 from planner.planning.evidence.bands import (
@@ -160,6 +162,30 @@ def test_samples_that_differ_in_length_are_in_the_band_and_told() -> None:
     assert "SDPA gets a mask" in told.notes[-1]
     for other in (setup.replace(micro_batch_seqs=1), setup.replace(packing=True), setup.replace(uneven=True)):
         assert with_padding(full, model, card, other) is full
+
+
+@pytest.mark.parametrize(
+    ("name", "more_gib"), [("Qwen/Qwen2-VL-2B-Instruct", 0.657), ("HuggingFaceTB/SmolVLM2-500M-Video-Instruct", 0.516)]
+)
+def test_texts_beside_pictures_are_padded(name: str, more_gib: float) -> None:
+    """Dry runs with and without a padded token, 30 November 2026 (the class's count of image tokens taken as right)."""
+    model, card = with_vision(loaded(name)), find_gpu("h100-sxm")
+    images = Images(width=512, height=512)
+    setup = TrainSetup(
+        checkpointing=0, seq_len_tokens=1536, micro_batch_seqs=2, lora_targets="attention", images=images
+    )
+    full, uneven = (predict(model, card, setup.replace(uneven=uneven)) for uneven in (False, True))
+    assert (uneven.peak_allocated_bytes - full.peak_allocated_bytes) / GIB == pytest.approx(more_gib, rel=0.02)
+    assert "packing" not in with_padding(full, model, card, setup).notes[-1]
+
+
+def test_labels_of_clips_are_padded_and_nothing_is_masked() -> None:
+    model, card = loaded("openai/whisper-small"), find_gpu("rtx-4090")
+    setup = setup_from_request(
+        {"method": "full", "seq_len_tokens": 225, "micro_batch_seqs": 16, "stack": "hf", "loss": "full"}
+    )
+    full = predict(model, card, setup)
+    assert with_padding(full, model, card, setup) is full
 
 
 def test_an_apple_gpu_has_the_band_of_an_unseen_card() -> None:
