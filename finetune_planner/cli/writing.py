@@ -34,7 +34,7 @@ from planner.planning.targets import own_choice
 from planner.samples.dataset import first_row, kind_of_data
 from planner.samples.locate import path_of
 from planner.samples.rows import files_of
-from planner.samples.steps import steps_between_logs, steps_per_epoch
+from planner.samples.steps import steps_between_logs, steps_of_run
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Prediction, ProbeFailure
 from planner.setup.packages import PACKAGED, rules_packages_out
@@ -247,7 +247,7 @@ def _counted(workload: Workload, planned: TrainSetup, data: Data, runs: TrainSet
         rows = ceil((data.epoch_tokens or 0) / runs.seq_len_tokens) if runs.packing else round(samples)
         samples_per_row = samples / max(1, rows)
     if rows is not None:
-        num_steps = max(1, round(workload.epochs * steps_per_epoch(rows, workload.global_batch_seqs)))
+        num_steps = steps_of_run(rows, workload.global_batch_seqs, workload.epochs)
     hyper = choose(
         runs,
         num_params=workload.model.num_params,

@@ -42,6 +42,14 @@ def steps_per_epoch(epoch_seqs: int, global_batch_seqs: int) -> int:
     return max(1, ceil(epoch_seqs / global_batch_seqs))
 
 
+def steps_of_run(epoch_seqs: int, global_batch_seqs: int, epochs: float) -> int:
+    """Optimizer steps of so many passes; a part of a step is one.
+
+    Source: transformers 5.23 `trainer.py` (set_initial_training_values).
+    """
+    return max(1, ceil(epochs * steps_per_epoch(epoch_seqs, global_batch_seqs)))
+
+
 def num_epochs(epoch_seqs: int | None, global_batch_seqs: int) -> int:
     """Passes over the data that give MIN_STEPS steps, at most MAX_EPOCHS; 1 where the data's size is not known."""
     if epoch_seqs is None:
@@ -55,11 +63,11 @@ def small_data_note(epoch_seqs: int | None, global_batch_seqs: int, epochs: floa
         return ""
     steps, epochs = steps_per_epoch(epoch_seqs, global_batch_seqs), epochs or num_epochs(epoch_seqs, global_batch_seqs)
     note = (
-        f"{steps} optimizer steps an epoch at {global_batch_seqs} sequence{'s' if global_batch_seqs > 1 else ''}: "
-        f"the launch files train {epochs:g} epochs"
+        f"{steps} optimizer step{'s' * (steps != 1)} an epoch at {global_batch_seqs} "
+        f"sequence{'s' * (global_batch_seqs != 1)}: the launch files train {epochs:g} epoch{'s' * (epochs != 1)}"
     )
-    if steps * epochs < MIN_STEPS:
-        note += f", {round(steps * epochs)} steps, still fewer than {MIN_STEPS}: more data helps most"
+    if (steps := steps_of_run(epoch_seqs, global_batch_seqs, epochs)) < MIN_STEPS:
+        note += f", {steps} step{'s' * (steps != 1)}, still fewer than {MIN_STEPS}: more data helps most"
     return note
 
 

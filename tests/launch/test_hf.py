@@ -7,6 +7,7 @@ goes through `accelerate launch` too).
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,16 @@ def test_the_plain_script_trains_as_planned(name: str, place: Path, launch: Call
     assert not emitted.unsupported
     write_launch(place, emitted)
     check(name, launch(emitted.command), place)
+
+
+def test_packed_blocks_hold_every_sample_and_teach_something() -> None:
+    """The last one is shorter, the only one where there are few samples; a loss of none would divide by zero."""
+    scope: dict[str, Any] = {"MAX_LENGTH": 4}
+    exec(hf.PACKED, scope)
+    few = {"input_ids": [[1, 2], [3]], "labels": [[-100, 2], [3]]}
+    assert scope["pack"](few) == {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]]}
+    ended = {"input_ids": [[1, 2, 3, 4, 5]], "labels": [[-100, -100, 3, 4, -100]]}
+    assert scope["pack"](ended)["input_ids"] == [[1, 2, 3, 4]]
 
 
 @pytest.mark.slow

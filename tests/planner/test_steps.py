@@ -27,6 +27,7 @@ from planner.samples.steps import (
     global_batch,
     num_epochs,
     small_data_note,
+    steps_of_run,
     steps_per_epoch,
 )
 from planner.setup import TrainSetup
@@ -238,3 +239,13 @@ def test_large_data_is_not_warned_about() -> None:
     assert "train 2 epochs, 80 steps" in small_data_note(320, 8, 2)  # the user's, not the rule's three
     assert "train 3 epochs" in small_data_note(320, 8)
     assert steps_per_epoch(1_000_000, 32) == 31_250
+    assert small_data_note(1, 8) == (
+        "1 optimizer step an epoch at 8 sequences: the launch files train 3 epochs, 3 steps, still fewer than 100: "
+        "more data helps most"
+    )
+
+
+def test_a_part_of_a_step_is_a_step() -> None:
+    """As transformers counts: 98 rows by 4, half an epoch, trained 13 steps (30 November 2026)."""
+    assert steps_of_run(98, 4, 0.5) == 13
+    assert "0.5 epochs, 13 steps" in small_data_note(98, 4, 0.5)

@@ -404,12 +404,11 @@ FILLED    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)
 
 PACKED = '''
 def pack(rows):
-    """Samples one after another in blocks of MAX_LENGTH tokens; the last, shorter block is left out."""
-    return {
-        name: [row[i : i + MAX_LENGTH] for i in range(0, len(row) - MAX_LENGTH + 1, MAX_LENGTH)]
-        for name in ("input_ids", "labels")
-        for row in [[token for sample in rows[name] for token in sample]]
-    }
+    """Samples one after another in blocks of MAX_LENGTH tokens, the last one shorter; blocks without loss go."""
+    ids, labels = ([token for sample in rows[name] for token in sample] for name in ("input_ids", "labels"))
+    blocks = [slice(start, start + MAX_LENGTH) for start in range(0, len(ids), MAX_LENGTH)]
+    blocks = [block for block in blocks if any(label != -100 for label in labels[block][1:])]
+    return {"input_ids": [ids[block] for block in blocks], "labels": [labels[block] for block in blocks]}
 '''
 
 COUNTS = """\

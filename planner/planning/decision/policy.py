@@ -31,7 +31,7 @@ from planner.options.stacks import DEFAULT, STACKS, TARGET_ROWS
 from planner.planning.decision.candidates import candidate
 from planner.planning.decision.layouts import layout_order
 from planner.planning.lora_rank import planned_ranks
-from planner.samples.steps import PADDING_LIMIT, small_data_note, steps_per_epoch
+from planner.samples.steps import PADDING_LIMIT, small_data_note, steps_of_run
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
 from planner.speed import speed_profile
@@ -90,8 +90,9 @@ def job_notes(workload: Workload, chosen: Candidate) -> Iterator[str]:
     disk = f"a checkpoint takes {gib(weights + states)} on disk, {gib(states)} of it the optimizer's states"
     epoch_seqs, batch, epochs = workload.data.epoch_seqs, workload.global_batch_seqs, workload.epochs
     if epoch_seqs is not None:
-        steps = max(1, round(epochs * steps_per_epoch(epoch_seqs, batch)))
-        disk = f"the job: {steps:,} optimizer steps, {epochs:g} epoch{'s' if epochs != 1 else ''}; {disk}"
+        steps = steps_of_run(epoch_seqs, batch, epochs)
+        job = f"{steps:,} optimizer step{'s' * (steps != 1)}, {epochs:g} epoch{'s' * (epochs != 1)}"
+        disk = f"the job: {job}; {disk}"
     yield usual(disk)
     if note := small_data_note(epoch_seqs, batch, epochs):
         yield risk(note)
