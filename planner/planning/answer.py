@@ -349,7 +349,7 @@ def _in_the_host(
         if walked := _walk_fitting(replace(workload, fixed={**fixed, **more}), corrections, cache):
             plan = _plan(walked, [risk("nothing fits on the card alone: states lie in its host")])
             if more:
-                others = in_backward(workload, plan.chosen.formula.peak_device_bytes)
+                others = in_backward(workload, plan.chosen.formula.peak_device_bytes, cache)
                 eight = [f"{remedy.action.partition(':')[0]} has 8-bit ones" for remedy in others]
                 plan = replace(plan, notes=(measured("; ".join((stateless, *eight))), *plan.notes))
             return plan

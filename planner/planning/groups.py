@@ -113,7 +113,9 @@ class WalkCache:
                     run.ranks.extend(Rank(part, workload.gpu, run.setup, run.pairs, self._layers) for part in parts)
                 if not run.families:
                     run.families.extend(Family(rank, run.shared, run.kernels) for rank in run.ranks)
-                peaks = run.alike[of] = Peaks([family.peaks(*of) for family in run.families], len(run.pairs))
+                num = len(run.pairs)
+                least = range(num) if run.setup.pipeline_degree > 1 else {0, num - 1}
+                peaks = run.alike[of] = Peaks([family.peaks(*of) for family in run.families], num, [*least])
             run.peaks[loss] = peaks
         return peaks
 

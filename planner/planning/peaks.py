@@ -49,10 +49,12 @@ class Peaks:
 
     Args:
         ranks: of every rank; the fullest counts.
+        least: the pairs among which the smallest is: of more sequences at once nothing is smaller, but that the last
+            pair may accumulate nothing, and of a pipeline fewer are in flight.
     """
 
-    def __init__(self, ranks: Sequence[AtPair], num_pairs: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Sequence[AtPair], num_pairs: int, least: Sequence[int]) -> None:
+        self._ranks, self._least = ranks, least
         self._by_pair: list[list[int] | None] = [None] * num_pairs
 
     def at(self, index: int) -> list[int]:
@@ -65,7 +67,7 @@ class Peaks:
 
     def fit(self, limit_bytes: int) -> bool:
         """Whether any of them is at most so large."""
-        return any(min(self.at(index)) <= limit_bytes for index in range(len(self._by_pair)))
+        return any(min(self.at(index)) <= limit_bytes for index in self._least)
 
 
 def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:

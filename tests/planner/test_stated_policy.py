@@ -23,6 +23,7 @@ from planner.planning.decision.tree import (
     data_needs_full,
     data_too_small_for_full,
 )
+from planner.planning.groups import WalkCache
 from planner.planning.lora_rank import MAX_RANK
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import memory_notes
@@ -222,7 +223,7 @@ def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.M
 
     needs = {"optimizer": 10 << 30, "parameters": 30 << 30}
 
-    def points(plan_request: Workload) -> dict[Node, Any]:
+    def points(plan_request: Workload, cache: WalkCache) -> dict[Node, Any]:
         (offload,) = plan_request.fixed["offload"]
         setup = SimpleNamespace(offload=offload)
         return {Node.LORA: SimpleNamespace(setup=setup, tokens_per_s=1.0, peak_device_bytes=0)}
@@ -231,7 +232,7 @@ def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.M
     monkeypatch.setattr(remedies, "memory_band", lambda *_: 0.0)
     monkeypatch.setattr(host, "host_bytes_per_node", lambda model, setup, nodes: needs[setup.offload])
     nearest: Any = SimpleNamespace(formula=SimpleNamespace(peak_device_bytes=1 << 40))
-    (remedy,) = remedies._offloaded(workload("rtx-4090"), nearest)
+    (remedy,) = remedies._offloaded(workload("rtx-4090"), nearest, WalkCache())
     assert remedy.action.startswith("--offload optimizer --host-memory 12: ")
 
 

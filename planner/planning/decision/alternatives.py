@@ -30,7 +30,7 @@ from planner.planning.decision.results import NodeResults, WalkResults, best_lay
 from planner.planning.decision.tree import SingleGpuAnswer
 from planner.planning.evidence.bands import memory_band
 from planner.planning.expressed import variants_as_run
-from planner.planning.groups import UNFUSED, same_kernels
+from planner.planning.groups import UNFUSED, WalkCache, same_kernels
 from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
 from planner.planning.predict import device_peak_bytes
 from planner.planning.space import branches, dimension_values, layer_variants, offloading_matters
@@ -255,16 +255,17 @@ def _remedies(
 ) -> Iterator[Remedy]:
     """Smallest change first: options the user fixed, the host's memory, a shorter sequence, more GPUs or a larger host
     where there are several, another GPU of the table, a smaller model."""
-    relaxed = [*_relaxed(workload, nearest)]
+    cache = results.cache  # a request for the same model walks what others have
+    relaxed = [*_relaxed(workload, nearest, cache)]
     most = workload.seq_len_tokens // 64
     shorter = [*_largest_that_fits(workload, nearest, "--seq-len", 64, most, nearest.setup.of_length)]
     yield from relaxed
     if not relaxed and not shorter:
-        yield from _relaxed_and_shorter(workload, nearest)
-    yield from _opt_in(workload, nearest)
-    yield from in_backward(workload, nearest.formula.peak_device_bytes)
-    yield from _offloaded(workload, nearest)
-    yield from _streamed(workload, nearest)
+        yield from _relaxed_and_shorter(workload, nearest, cache)
+    yield from _opt_in(workload, nearest, cache)
+    yield from in_backward(workload, nearest.formula.peak_device_bytes, cache)
+    yield from _offloaded(workload, nearest, cache)
+    yield from _streamed(workload, nearest, cache)
     # The largest batch that fits, of an objective whose micro-batch is the whole batch.
     if nearest.setup.objective_spec.whole_batch or nearest.setup.trainer.steps_in_backward:
         most = workload.global_batch_seqs
@@ -272,9 +273,9 @@ def _remedies(
             workload, nearest, "--global-batch", 1, most, lambda size: nearest.setup.replace(micro_batch_seqs=size)
         )
     yield from shorter
-    yield from _smaller_images(workload, nearest)
+    yield from _smaller_images(workload, nearest, cache)
     if workload.num_gpus > 1:
-        yield from _more_gpus(workload, nearest)
+        yield from _more_gpus(workload, nearest, cache)
         yield from _larger_host(workload, results)
     yield from _larger_gpu(workload, [(workload, nearest.setup), *other_forms])
     # The largest catalogue model of the same type that fits with this setup, of the same maker where it has one.
@@ -294,7 +295,7 @@ def _remedies(
         yield Remedy(f"a smaller model: {model_id}", nearest.formula.peak_device_bytes - peak)
 
 
-def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+def _relaxed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
     """The first of the user's own restrictions (target, spread, method, ...) without which something fits."""
     requests = [("target", replace(workload, targets=()))] if workload.targets else []
     layout = ("parallel", *LAYOUT_FIELDS) if workload.num_gpus > 1 else ()
@@ -313,13 +314,13 @@ def _relaxed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
             freer = {key: value for key, value in workload.fixed.items() if key not in left_out}
             requests.append((flags.get(name, name.replace("_", "-")), replace(workload, fixed=freer)))
     for flag, request in requests:
-        if remedy := _fitting(request, nearest.formula.peak_device_bytes, f"leave --{flag} out"):
+        if remedy := _fitting(request, cache, nearest.formula.peak_device_bytes, f"leave --{flag} out"):
             yield remedy
             return
 
 
 def _fitting(
-    request: Workload, peak_device_bytes: int, words: str, *, speed: bool = False, ending: str = ""
+    request: Workload, cache: WalkCache, peak_device_bytes: int, words: str, *, speed: bool = False, ending: str = ""
 ) -> Remedy | None:
     """What a request needs in the place of such a peak, by what its plan takes; None where nothing fits.
 
@@ -327,7 +328,7 @@ def _fitting(
         words: how a person says the request.
         speed: whether it is said how fast that is.
     """
-    node, point = choose(request, dimension_values(request), WalkResults(), explained=False)
+    node, point = choose(request, dimension_values(request), WalkResults(cache=cache), explained=False)
     if node is None or point is None:
         return None
     rate = f" at {point.tokens_per_s:,.0f} tokens/s" if speed else ""
@@ -335,22 +336,24 @@ def _fitting(
     return Remedy(f"{words}: {node.words} fits{rate}{ending}", saved)
 
 
-def best_points(workload: Workload) -> dict[Node, WalkedSetup | None]:
+def best_points(workload: Workload, cache: WalkCache) -> dict[Node, WalkedSetup | None]:
     """The best point of every node, as a plan walks it."""
-    results = WalkResults()
+    results = WalkResults(cache=cache)
     choose(workload, dimension_values(workload), results)
     results.nodes()  # settles what quality is taken over all layouts
     return {node: best_layout(results.of_node(node)) for node in Node}
 
 
-def _relaxed_and_shorter(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+def _relaxed_and_shorter(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
     """Any method at the largest half of the length, where neither by itself is enough."""
     of_method = ("method", "quantization", "precision")
     fixed = {name: value for name, value in workload.fixed.items() if name not in of_method}
     length = workload.seq_len_tokens // 2
     while fixed != workload.fixed and workload.images is None and length >= LEAST_TOKENS:
         request = replace(workload, fixed=fixed, seq_len_tokens=length)
-        if remedy := _fitting(request, nearest.formula.peak_device_bytes, f"leave --method out, --seq-len {length}"):
+        if remedy := _fitting(
+            request, cache, nearest.formula.peak_device_bytes, f"leave --method out, --seq-len {length}"
+        ):
             yield remedy
             return
         length //= 2
@@ -360,7 +363,7 @@ LEAST_TOKENS = 256
 """Shortest length that is offered beside another method."""
 
 
-def _smaller_images(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+def _smaller_images(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
     """Pictures of half their edges, as often as it takes."""
     if (images := workload.images) is None:
         return
@@ -372,7 +375,7 @@ def _smaller_images(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         with suppress(PlannerError):
             request = replace(workload, fixed=fixed, seq_len_tokens=workload.seq_len_tokens - fewer)
             words = f"--image-size {images.width}x{images.height}"
-            if remedy := _fitting(request, nearest.formula.peak_device_bytes, words):
+            if remedy := _fitting(request, cache, nearest.formula.peak_device_bytes, words):
                 yield remedy
                 return
 
@@ -381,7 +384,7 @@ LEAST_EDGE = 112
 """Pixels below which no picture is offered."""
 
 
-def _opt_in(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+def _opt_in(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
     """The first by which something fits of what no plan takes unasked: a vLLM server, FlexAttention, and programs."""
     if workload.targets:
         return
@@ -395,12 +398,12 @@ def _opt_in(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         requests.insert(0, ("--generator vllm-server (one more card)", replace(workload, fixed=served)))
     for words, request in requests:
         with suppress(UsageError):  # it expresses nothing that the options allow
-            if remedy := _fitting(request, nearest.formula.peak_device_bytes, words, speed=True):
+            if remedy := _fitting(request, cache, nearest.formula.peak_device_bytes, words, speed=True):
                 yield remedy
                 return
 
 
-def in_backward(workload: Workload, peak_device_bytes: int) -> Iterator[Remedy]:
+def in_backward(workload: Workload, peak_device_bytes: int, cache: WalkCache) -> Iterator[Remedy]:
     """The largest batch, of halves, whose whole model one GPU trains with the optimizer in the backward."""
     if workload.num_gpus > 1 or workload.targets or workload.fixed.get("method") != ("full",):
         return
@@ -412,13 +415,15 @@ def in_backward(workload: Workload, peak_device_bytes: int) -> Iterator[Remedy]:
             with suppress(UsageError):  # it expresses nothing that the options allow
                 request = replace(workload, targets=(target,), global_batch_seqs=batch)
                 words = f"--target {target} --global-batch {batch}"
-                if remedy := _fitting(request, peak_device_bytes, words, speed=True, ending=f", a step of {batch}"):
+                if remedy := _fitting(
+                    request, cache, peak_device_bytes, words, speed=True, ending=f", a step of {batch}"
+                ):
                     yield remedy
                     return
             batch //= 2
 
 
-def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+def _offloaded(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
     """What fits with the least of it in the memory of one GPU's host: in one as large as is known or usual, else in the
     smallest."""
     if workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed) or workload.gpu.shares_host_memory:
@@ -430,7 +435,7 @@ def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
     for host in dict.fromkeys((usual, workload.host_bytes)):
         for offload in ("optimizer", "parameters"):
             request = replace(workload, fixed={**workload.fixed, "offload": (offload,)}, host_bytes=host)
-            for node, point in best_points(request).items():
+            for node, point in best_points(request, cache).items():
                 if point is not None:
                     most = point.peak_device_bytes * (1 + memory_band(workload.model, point.setup, workload.gpu))
                     need = host_bytes_per_node(workload.model, point.setup, 1)
@@ -445,7 +450,7 @@ def _offloaded(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
         yield Remedy(f"--offload {offload}{memory}: {words}", saved)
 
 
-def _streamed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+def _streamed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
     """A mixture with its experts in 4 bits in the memory of a larger host than is known of."""
     if workload.num_gpus > 1 or workload.targets or not has_expert_stacks(workload.model):
         return
@@ -457,7 +462,7 @@ def _streamed(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
 
     request = replace(workload, targets=("loggetta",), fixed={**workload.fixed, "quantize_experts": (True,)})
     with suppress(UsageError):
-        for node, point in best_points(request).items():
+        for node, point in best_points(request, cache).items():
             if point is not None:
                 more = host_gib(pinned_bytes(workload.model, point.setup))
                 saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
@@ -478,12 +483,12 @@ def _largest_that_fits(
         yield Remedy(f"{flag} {fitting * step}", nearest.formula.peak_device_bytes - peak(fitting))
 
 
-def _more_gpus(workload: Workload, nearest: Candidate) -> Iterator[Remedy]:
+def _more_gpus(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
     for factor in (2, 4, 8, 16):
         num = workload.num_gpus * factor
         batch = num * -(-workload.global_batch_seqs // num)
         request = replace(workload, cluster=make_cluster(workload.gpu, num), global_batch_seqs=batch)
-        if points := [*filter(None, best_points(request).values())]:
+        if points := [*filter(None, best_points(request, cache).values())]:
             saved = nearest.formula.peak_device_bytes - min(point.peak_device_bytes for point in points)
             yield Remedy(f"--gpus {num}" + f" --global-batch {batch}" * (batch != workload.global_batch_seqs), saved)
             return
