@@ -513,7 +513,7 @@ def _attention_price(workload: Workload, chosen: Candidate) -> str:
         return ""
     if missing_kernels(workload.model, workload.gpu, setup) or setup.compiled:
         return ""
-    other = candidate(workload, setup).formula
+    other = candidate(workload, setup, padding=False).formula
     mine, its = chosen.formula.tokens_per_s or 0.0, other.tokens_per_s or 0.0
     if not mine or abs(its / mine - 1) < 0.01:
         return ""

@@ -108,7 +108,7 @@ class Job:
                 points = walk(request, {**values, **unchecked, "micro_batch_seqs": batches}, cache=cache)
                 point = max(points, key=lambda point: point.tokens_per_s, default=None)
                 if point is not None:
-                    best = min(best, job_s(alone, candidate(alone, point.setup)) or best)
+                    best = min(best, job_s(alone, candidate(alone, point.setup, padding=False)) or best)
         return best / self.cluster.num_gpus if math.isfinite(best) else 0.0
 
 

@@ -110,20 +110,34 @@ def predict(
 
 
 def with_padding(
-    prediction: Prediction, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None
+    prediction: Prediction,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    cluster: "Cluster | None" = None,
+    *,
+    of_formula: bool = False,
 ) -> Prediction:
     """A prediction, of any level, that counts full micro-batches, with the band and the speed of those whose samples
     differ in length: SDPA is handed a mask then, which costs its flash kernel (`TrainSetup.pads`). Of clips none
-    is made: labels alone are padded (the collator of Hugging Face's course)."""
+    is made: labels alone are padded (the collator of Hugging Face's course).
+
+    Args:
+        of_formula: the prediction is what the formula says of this very model and setup.
+    """
     padded = setup.replace_trusted(uneven=True)
     if setup.uneven or not padded.pads or model.front_end is not None:
         return prediction
-    peaks = [device_peak_bytes(model, gpu, variant) for variant in (setup, padded)]
-    steps = [
-        _step_time(model, gpu, variant, cluster, peak).step_time_s
-        for variant, peak in zip((setup, padded), peaks, strict=True)
+    (full, full_s), (peak, step_s) = [
+        (prediction.peak_device_bytes, prediction.step_time_s or 0.0)
+        if of_formula and variant is setup
+        else (
+            peak := device_peak_bytes(model, gpu, variant),
+            _step_time(model, gpu, variant, cluster, peak).step_time_s,
+        )
+        for variant in (setup, padded)
     ]
-    more, longer = peaks[1] / peaks[0] - 1, steps[1] / steps[0]
+    more, longer = peak / full - 1, step_s / full_s
     if max(more, longer - 1) < PADDING_MATTERS:
         return prediction
     below, above = prediction.memory_band
@@ -133,7 +147,7 @@ def with_padding(
     packing = "--packing, " * (setup.images is None)
     note = risk(
         "samples of one length are counted: where those of a micro-batch differ SDPA gets a mask, "
-        f"{gib(max(0, peaks[1] - peaks[0]))} more and {percent(max(0.0, 1 - 1 / longer))} slower (neither with "
+        f"{gib(max(0, peak - full))} more and {percent(max(0.0, 1 - 1 / longer))} slower (neither with "
         f"{packing}micro-batch 1 or flash-attention-2)"
     )
     widest = max(bands["needed"])
@@ -144,7 +158,9 @@ def predict_with_padding(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None, *, planned: bool = False
 ) -> Prediction:
     """`predict`, as people are shown it: `with_padding`."""
-    return with_padding(predict(model, gpu, setup, cluster, planned=planned), model, gpu, setup, cluster)
+    prediction = predict(model, gpu, setup, cluster, planned=planned)
+    changed = setup.builds_encoders or setup.trainer.one_kernel_gelu or gpu.shares_host_memory  # by `predict`
+    return with_padding(prediction, model, gpu, setup, cluster, of_formula=not changed)
 
 
 PADDING_MATTERS = 0.01

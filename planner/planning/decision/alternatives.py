@@ -536,7 +536,7 @@ def _larger_gpu(workload: Workload, forms: Sequence[tuple[Workload, TrainSetup]]
             first = False
         if workload.num_gpus == 1 and (price := price_per_hour(gpu.key)) is not None:
             for there, setup in options:
-                option = candidate(there, setup)
+                option = candidate(there, setup, padding=False)
                 step_s = option.formula.step_time_s or 0.0
                 rented.append((step_s * price[0] / 3600, gpu.key, price, saved, job_s(there, option)))
     if rented:

@@ -97,7 +97,9 @@ def _walk(
     if workload.num_gpus == 1:
         return node
     best = results.nodes()[node].best() if node is not None else None
-    slow = best is not None and communication_share(candidate(workload, best.setup)) > COMMUNICATION_LIMIT
+    slow = (
+        best is not None and communication_share(candidate(workload, best.setup, padding=False)) > COMMUNICATION_LIMIT
+    )
     left_out = _better_left_out(workload, results, node)
     if node is None or slow:
         walk(values, ("split",))

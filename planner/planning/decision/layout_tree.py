@@ -176,7 +176,7 @@ def _one_process(workload: Workload, chosen: Candidate) -> Answer:
     """DP is explained and not recommended; its bytes where the setup can be put that way."""
     question = "One process for all GPUs (nn.DataParallel, DP)?"
     if chosen.setup.parallel == "dp":
-        other = candidate(workload, chosen.setup.replace(parallel="ddp"))
+        other = candidate(workload, chosen.setup.replace(parallel="ddp"), padding=False)
         reason = "one Python process drives every GPU, copies the weights out and gathers outputs on the first"
         if chosen.tokens_per_s:
             ratio = other.tokens_per_s / chosen.tokens_per_s
@@ -296,7 +296,7 @@ def _pruned_layouts(
 def _slower(workload: Workload, layout_results: NodeResults, chosen: Candidate, name: str) -> str:
     best = layout_results.best()
     assert best is not None
-    other = candidate(workload, best.setup)
+    other = candidate(workload, best.setup, padding=False)
     ratio = other.tokens_per_s / chosen.tokens_per_s if chosen.tokens_per_s else 0.0
     fit = layout_results.fit_words
     words = f"{fit} at {ratio:.2f} times the speed, {percent(communication_share(other))} of its step communication"
