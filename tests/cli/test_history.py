@@ -149,6 +149,7 @@ def test_a_search_begins_with_what_the_store_knows(tmp_path: Path, monkeypatch: 
         return as_transfer_observations(observations, model, gpu)
 
     monkeypatch.setattr("search.corrections.as_transfer_observations", seen)
+    monkeypatch.setattr("finetune_planner.app.tuning.MAX_CANDIDATES", 50)
     failure = ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.CRASHED, message="no GPU here")
     how = Tuning(store=store, dry_run=False, budget=Budget(max_probes=1))
     tune_plan(planned(workload), how, evaluate=lambda setup: failure)

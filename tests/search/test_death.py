@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from optuna.storages import RDBStorage
 from search_cases import empty_study, make_old, problem, scenario
-from sqlalchemy import Engine, event
 from workers import ENDLESS
 
 import search.run
@@ -29,7 +28,7 @@ from search.stopping import Budget
 from tests.whole import WHOLE
 
 NUM_PROBES = 4
-STEP = 1 if WHOLE else 5
+STEP = 1 if WHOLE else 7
 WRITES = (
     "create_new_study",
     "set_study_user_attr",
@@ -93,22 +92,12 @@ def run(folder: Path, death: Death, ended: list[str]) -> SearchResult | None:
         return None
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Few exclusions, no beats beside the first, and nothing waits for the disk."""
-
-    def unsafe(connection: Any, record: object) -> None:
-        connection.execute("PRAGMA synchronous=OFF")
-
+def test_death_at_any_write_loses_nothing_and_repeats_only_what_was_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every seventh write, with TESTS_WHOLE=1 at every one."""
     monkeypatch.setattr(search.run, "MAX_RECORDED_EXCLUSIONS", 2)
     monkeypatch.setattr(search.study, "get_heartbeat_thread", lambda trial_id, storage: nullcontext())
-    event.listen(Engine, "connect", unsafe)
-    yield
-    event.remove(Engine, "connect", unsafe)
-
-
-def test_death_at_any_write_loses_nothing_and_repeats_only_what_was_not_told(tmp_path: Path) -> None:
-    """At every fifth write, with TESTS_WHOLE=1 at every one."""
     calm, count = list[str](), Death()
     undisturbed = run(empty_study(tmp_path / "calm"), count, calm)
     assert undisturbed is not None

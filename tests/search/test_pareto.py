@@ -28,7 +28,7 @@ def figures(candidate: Candidate) -> tuple[float, float, float]:
     return candidate.tokens_per_s, -candidate.memory_evidence.peak_device_bytes, rank
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(points)
 def test_pareto_set_is_what_nothing_dominates(values: list[tuple[int, int, int]]) -> None:
     candidates = [made(*value) for value in values]
