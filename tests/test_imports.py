@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SIBLINGS = ("probes", "search", "reports")
 PACKAGES = ("planner", *SIBLINGS)
+NAMELESS = {"one", "found", "known", "own", "said", "asked", "told", "beside"}
+"""Names that say nothing of what they hold: a local is called what it is (`allocation`, `setup`)."""
 HEAVY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl", "datasets")
 
 
@@ -27,6 +29,7 @@ class Facts(NamedTuple):
         typing_only: those that only a type checker reads.
         asked_for: what `importorskip` and `import_module` name.
         functions: (name, first line, number of lines but the first).
+        nameless: lines of names that say nothing of what they hold.
     """
 
     num_lines: int
@@ -34,13 +37,14 @@ class Facts(NamedTuple):
     typing_only: frozenset[tuple[str, tuple[str, ...]]]
     asked_for: frozenset[str]
     functions: tuple[tuple[str, int, int], ...]
+    nameless: tuple[tuple[int, str], ...]
 
 
 @cache
 def facts(path: Path) -> Facts:
     text = path.read_text()
     imports: dict[bool, set[tuple[str, tuple[str, ...]]]] = {False: set(), True: set()}
-    asked_for, functions = set(), []
+    asked_for, functions, nameless = set(), [], []
 
     def look(nodes: list[ast.AST], typing: bool) -> None:
         for node in nodes:
@@ -48,6 +52,11 @@ def facts(path: Path) -> Facts:
                 look([*node.body], True)
                 look([*node.orelse], typing)
                 continue
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if stored else node.arg if isinstance(node, ast.arg) else None
+            name = node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else name
+            if name is not None and name.strip("_") in NAMELESS:
+                nameless.append((node.lineno, name))
             if isinstance(node, ast.Import):
                 imports[typing].update((alias.name, ()) for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -62,8 +71,9 @@ def facts(path: Path) -> Facts:
 
     look([ast.parse(text)], False)
     return Facts(
-        text.count("\n"), frozenset(imports[False]), frozenset(imports[True]), frozenset(asked_for), tuple(functions)
-    )
+        text.count("\n"), frozenset(imports[False]), frozenset(imports[True]), frozenset(asked_for), tuple(functions),
+        tuple(nameless),
+    )  # fmt: skip
 
 
 def imported_packages(path: Path) -> set[str]:
@@ -288,15 +298,6 @@ def test_no_word_of_our_own_is_back() -> None:
             assert match is None, f"{path}: {match and match[0]} is {RETIRED[match[0]] if match else ''}"
 
 
-NAMELESS = {"one", "found", "known", "own", "said", "asked", "told", "beside"}
-"""Names that say nothing of what they hold: a local is called what it is (`allocation`, `setup`)."""
-
-
 @pytest.mark.parametrize("package", ["finetune_planner", *PACKAGES])
 def test_a_name_says_what_it_holds(package: str) -> None:
-    for path in modules(package):
-        for node in ast.walk(ast.parse(path.read_text())):
-            name = getattr(node, "id", None) if isinstance(getattr(node, "ctx", None), ast.Store) else None
-            name = name or getattr(node, "arg", None) if not isinstance(node, ast.keyword) else None
-            name = name or (node.name if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None)
-            assert name is None or name.strip("_") not in NAMELESS, f"{path}:{getattr(node, 'lineno', 0)} {name}"
+    assert {path: facts(path).nameless for path in modules(package) if facts(path).nameless} == {}

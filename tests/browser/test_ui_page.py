@@ -189,6 +189,7 @@ def test_a_phone_shows_all_of_it_with_enough_contrast(browser: Browser, site: Pa
 def test_the_page_of_a_table_answers_for_its_models(width: int, browser: Browser, tmp_path: Path) -> None:
     table, space = str(tmp_path / "table"), tmp_path / "space"
     words = ["table", "--match", "gpt2-", "--gpus", "t4,a100-80gb", "--seq-lens", "512,1024", "--out", table]
+    words += ["--methods", "lora,qlora"]
     assert run(words) == 0
     assert run(["ui", "--static", str(space), "--table", table]) == 0
     assert (space / "README.md").read_text().startswith("---\ntitle:")

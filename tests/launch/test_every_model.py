@@ -113,7 +113,7 @@ def test_types_with_an_attention_table_of_their_own_are_known() -> None:
     assert kinds == HUBLESS
 
 
-@pytest.mark.parametrize("model_type", some(sorted(TYPES), 2))
+@pytest.mark.parametrize("model_type", some(sorted(TYPES), 4))
 def test_every_file_is_taken_as_it_stands(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention and target modules of every attention that a plan may choose, for 3 targets on transformers."""
     entry = TYPES[model_type]
@@ -180,11 +180,11 @@ TRAINED = [
 ]
 ONCE = {model_type: (model_type, target) for model_type, target in (*TRAINED, *TRAINED[::2])}
 """Every type once, about half of them by each target."""
-EVERY_SECOND = [*ONCE.values()][::2]
+EVERY_THIRD = [*ONCE.values()][::3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "target"), these(EVERY_SECOND, TRAINED))
+@pytest.mark.parametrize(("model_type", "target"), these(EVERY_THIRD, TRAINED))
 def test_two_steps_of_every_file_train(
     model_type: str, target: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

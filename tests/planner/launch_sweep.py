@@ -3,6 +3,7 @@ of spreading a job over several GPUs."""
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -101,6 +102,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 """Every way of spreading that `TrainSetup` can say."""
 
 
+@cache
 def layout_setups() -> list[TrainSetup]:
     """Every way of spreading times full (twice), LoRA and QLoRA."""
     batch = {"micro_batch_seqs": 2, "accumulation_steps": 2}
@@ -123,6 +125,7 @@ def objective_layouts() -> list[TrainSetup]:
     ]
 
 
+@cache
 def setups(num: int = NUM_SETUPS) -> list[TrainSetup]:
     """The table: every value once, random combinations up to `num`, `spread_setups`, some layers alone; always the
     same."""
@@ -161,6 +164,7 @@ def setups(num: int = NUM_SETUPS) -> list[TrainSetup]:
     return [*table, *(setup for setup in layout_setups() if setup not in table), *partial]
 
 
+@cache
 def fewer_setups() -> list[TrainSetup]:
     """Every value once, twenty random combinations, and of the ways of spreading each with two of four methods."""
     few, layouts = setups(len(dict.fromkeys(_all_values())) + 20), layout_setups()

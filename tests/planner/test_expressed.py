@@ -97,7 +97,7 @@ def test_the_walk_for_a_target_holds_all_that_it_makes_of_the_whole_space() -> N
 
     Adapters only: full fine-tuning of 16-bit weights, which Axolotl makes of mixed precision, is planned when asked.
     """
-    every = {"kernels": KERNEL_FAMILIES, "attention": ATTENTIONS}  # none is left out for being outrun
+    every = {"kernels": KERNEL_FAMILIES, "attention": ATTENTIONS, "checkpointing": (0, 1)}  # none is outrun
     free = plan_request(LLAMA, "rtx-4090", method=("qlora",), **every)
     families = {point.family for point in walk(free) if point.micro_batch_seqs == 1}  # a walk has each of them at 1
     images = {as_run("axolotl", family, free) for family in families}

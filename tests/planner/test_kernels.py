@@ -174,7 +174,7 @@ def test_what_has_no_kernel_on_a_card_is_named(gpu: str, setup: dict[str, Any], 
 
 @pytest.mark.parametrize("target", ["trl", "hf", "axolotl", "llamafactory"])
 def test_no_launch_file_names_an_attention_that_cannot_train_the_model(target: str) -> None:
-    for entry in catalogue.entries():
+    for entry in {entry.model_type: entry for entry in catalogue.entries()}.values():
         model = loaded(entry.model_id)
         for attention in ("eager", "sdpa", "flash-attention-2"):
             setup = TrainSetup(attention=attention, loss="chunked")

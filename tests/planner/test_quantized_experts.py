@@ -116,14 +116,14 @@ def test_a_mixture_that_fits_no_other_way_gets_a_plan_with_the_target_that_runs_
     assert plan.chosen.setup.quantize_experts
     assert plan.workload.targets == ("axolotl",)
     assert plan.notes[0].startswith("nothing fits with the experts in 16 bits; in 4 bits Axolotl alone")
-    assert isinstance(plan_workload(plan_request(QWEN, fixed={"quantize_experts": (False,)})), NoPlan)
-    assert isinstance(plan_workload(plan_request(QWEN, targets=("trl",))), NoPlan)
+    for options in ({"fixed": {"quantize_experts": (False,)}}, {"targets": ("trl",)}):
+        assert isinstance(plan_workload(plan_request(QWEN, **options), helped=False, explained=False), NoPlan)
     two = plan_workload(
         plan_request(QWEN, fixed={"method": ("qlora",), "parallel": ("ddp",)}, cluster=make_cluster(GPU, 2))
     )
     assert isinstance(two, Plan)
     assert two.chosen.setup.quantize_experts
-    roomy = plan_workload(plan_request(QWEN, "a100-80gb"))
+    roomy = plan_workload(plan_request(QWEN, "a100-80gb"), explained=False)
     assert isinstance(roomy, Plan)
     assert not roomy.chosen.setup.quantize_experts
 
@@ -141,11 +141,11 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
     asked = plan_workload(plan_request("openai/gpt-oss-20b", fixed={"method": ("qlora",)}))  # as which-cluster asks
     assert isinstance(asked, Plan)
     assert asked.chosen == plan.chosen
-    roomy = plan_workload(plan_request("openai/gpt-oss-20b", "a100-80gb"))
+    roomy = plan_workload(plan_request("openai/gpt-oss-20b", "a100-80gb"), explained=False)
     assert isinstance(roomy, Plan)
     assert roomy.workload.model.model_id == "openai/gpt-oss-20b"
     for card, kind in (("a100-80gb", Plan), ("t4", NoPlan)):  # TRL's command unpacks nothing
-        by_trl = plan_workload(plan_request("openai/gpt-oss-20b", card, targets=("trl",)))
+        by_trl = plan_workload(plan_request("openai/gpt-oss-20b", card, targets=("trl",)), helped=False)
         assert isinstance(by_trl, kind)
         assert by_trl.workload.model.model_id == "unsloth/gpt-oss-20b-BF16"
         assert "the named target does not unpack: planned for its 16-bit copy" in by_trl.notes[0]

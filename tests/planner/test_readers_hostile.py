@@ -146,7 +146,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=8), st.sampled_from(["a.yaml", "a.json"]))
 def test_any_mapping_is_read_or_refused_with_a_reason(values: dict[str, object], name: str) -> None:
     import json

@@ -17,7 +17,7 @@ from planner.planning.predict import predict
 from planner.planning.refine import MAX_DRY_RUNS, DryRun, PlanWith, exact_bytes, refine
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Fidelity, Prediction, ProbeFailure
-from tests.planner.helpers import plan_request, planned, refusal_of
+from tests.planner.helpers import plan_request, planned
 
 
 def with_peak(formula: Prediction, peak_device_bytes: int) -> Prediction:
@@ -32,7 +32,7 @@ FAILURE = ProbeFailure(level=Fidelity.DRY_RUN, kind=FailureKind.UNSUPPORTED, mes
 def planning(workload: Workload) -> PlanWith:
     """Plans again and again, as `plan` does it: what a walk computed serves the next."""
     cache = WalkCache()
-    return lambda corrections: plan_workload(workload, corrections, cache)
+    return lambda corrections: plan_workload(workload, corrections, cache, helped=False)
 
 
 def refined(workload: Workload, ratio: Callable[[TrainSetup], float]) -> tuple[Plan | NoPlan, list[TrainSetup]]:
@@ -182,7 +182,8 @@ def test_a_stranger_whose_own_class_trains_on_no_text_alone_is_refused() -> None
 
 def test_a_stranger_that_its_formula_finds_a_little_too_large_is_run_before_nothing_is_said_to_fit() -> None:
     fixed = {"method": ("qlora",)}
-    least = refusal_of(stranger(memory_gib=1.5, fixed=fixed))
+    least = plan_workload(stranger(memory_gib=1.5, fixed=fixed), helped=False)
+    assert isinstance(least, NoPlan)
     memory_gib = least.nearest.formula.peak_device_bytes / 2**30  # of which a part is kept free
     log, workload = list[TrainSetup](), stranger(memory_gib=memory_gib, fixed=fixed)
     plan_with = planning(workload)

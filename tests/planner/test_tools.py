@@ -60,7 +60,7 @@ def test_no_setting_that_changes_a_field_is_told_as_a_default(name: str) -> None
     plain, texts = read_text(MINIMAL[name], "run.yaml"), {}
     for key in sorted(versions.known_settings(name)):
         if key not in plain.values and "." not in key:
-            texts |= {f"{key}: {value}\n": key for value in some(("true", "auto", "false", "float32", "4"), 2)}
+            texts |= {f"{key}: {value}\n": key for value in some(("true", "auto", "false", "float32", "4"), 3)}
     mismatches = []
     for text, key in texts.items():
         try:

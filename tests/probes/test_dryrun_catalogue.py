@@ -21,7 +21,6 @@ FP32_KEPT = {"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 EACH_WAY = (
     "bloom",  # ALiBi, queries, keys and values in one matrix
     "deepseek_v3",  # latent attention
-    "gemma4",  # layers that share keys and values: none repeats
     "gpt_oss",  # sinks, experts in one matrix
     "llama4",  # dense layers between those with experts
     "qwen3_5_moe",  # linear attention and experts

@@ -60,7 +60,7 @@ def agreed(objective: str, changes: dict[str, Any]) -> DryRunReport:
 
 @pytest.mark.parametrize(
     ("objective", "changes"),
-    [(name, {"method": "lora"}) for name, row in OBJECTIVES.items() if not row.supervised] + [*some(MORE, 2)],
+    [(name, {"method": "lora"}) for name, row in OBJECTIVES.items() if not row.supervised] + [*some(MORE, 4)],
 )
 def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> None:
     report = agreed(objective, changes)

@@ -115,11 +115,11 @@ def _against_dry_run(profile: StepProfile, model: ModelSpec, setup: TrainSetup) 
     "fields",
     some(
         [
-            {"method": "qlora", "quantization": "nf4-double", "checkpointing": 8, "loss": "liger", "kernels": "liger"},
-            {"checkpointing": 1, "loss": "chunked", "kernels": "liger"},
             {"method": "full", "lora_rank": 0, "precision": "bf16-mixed", "checkpointing": 0, "loss": "full"},
+            {"checkpointing": 1, "loss": "chunked", "kernels": "liger"},
+            {"method": "qlora", "quantization": "nf4-double", "checkpointing": 8, "loss": "liger", "kernels": "liger"},
         ],
-        2,
+        3,
     ),
     ids=lambda fields: fields.get("method", "lora"),
 )

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 
 from finetune_planner.cli.app import run
-from reports.brief_json import MAX_BYTES
+from finetune_planner.cli.output import INDENT
+from reports.brief_json import MAX_BYTES, brief
 from reports.json_schema import answer_schema
 from reports.plan_json import plan_to_dict
 from tests.reports.factories import make_plan
@@ -90,9 +91,8 @@ def test_answers_are_of_the_schema_and_the_short_ones_short(
     written = ["--out", "plan"] if case in ("launch files", "nothing fits") else []
     assert run([*words, *written, "--json=full"]) == code
     whole = json.loads(capsys.readouterr().out)
-    assert run([*words, *written, "--json"]) == code
-    text = capsys.readouterr().out
-    short = json.loads(text)
+    short = brief(whole, indent=INDENT)  # as `--json` prints it
+    text = json.dumps(short, ensure_ascii=False, indent=INDENT)
     assert problems(validator, short) == []
     assert validator.is_valid(whole) == validator.is_valid(short) == (case != "gpus")
     assert len(text.encode()) <= MAX_BYTES + 1
@@ -125,6 +125,16 @@ def test_what_is_no_answer_is_refused(harm: Any, validator: jsonschema.Draft2020
     assert validator.is_valid(document)
     harm(document)
     assert not validator.is_valid(document)
+
+
+def test_the_short_answer_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for form in ("--json=full", "--json"):
+        assert run(["estimate", "gpt2", "--gpu", "t4", "--no-dry-run", form]) == 0
+        printed.append(capsys.readouterr().out)
+    assert (
+        printed[1] == json.dumps(brief(json.loads(printed[0]), indent=INDENT), ensure_ascii=False, indent=INDENT) + "\n"
+    )
 
 
 def test_a_folder_without_a_training_is_an_answer(validator: jsonschema.Draft202012Validator) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -46,6 +47,7 @@ def fitting(outcomes: Iterable[Outcome]) -> list[ClusterOption]:
     return [outcome for outcome in outcomes if isinstance(outcome, ClusterOption)]
 
 
+@cache
 def options(num_gpus: int, **limits: float | None) -> list[ClusterOption]:
     return fitting(every_outcome([cluster_job(job(num_gpus))], Limits(**limits)))
 
