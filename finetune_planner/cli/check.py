@@ -17,13 +17,21 @@ from finetune_planner.cli.options import Memory
 from finetune_planner.cli.output import console, print_json, print_lines, write_text
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.improvement import Improved, Verify, improve
-from planner.core.errors import ConfigError, NotATraining, NotPlanned, PlannerError, Undetermined, UsageError
+from planner.core.errors import (
+    ConfigError,
+    LayoutAlone,
+    NotATraining,
+    NotPlanned,
+    PlannerError,
+    Undetermined,
+    UsageError,
+)
 from planner.core.records import dataclass
 from planner.core.units import gib, percent
 from planner.frameworks.exporters.install import packages_added
 from planner.frameworks.readers import FileContext, ReadConfig, canonical, read_text
 from planner.frameworks.readers.evaluating import setting_of
-from planner.frameworks.readers.loading import read_bounded
+from planner.frameworks.readers.loading import MAX_FILE_BYTES, read_bounded
 from planner.frameworks.readers.program.source import of_cells
 from planner.frameworks.readers.read import MAKEFILES, SUFFIXES, pinned, roots_of
 from planner.frameworks.readers.rewrite import in_cells, rewrite
@@ -44,6 +52,7 @@ from planner.setup.interchange import SCHEMA_VERSION
 from planner.setup.outcome import Prediction
 from reports.check import render_check
 from reports.plain import clean
+from reports.text import LEVEL_WORDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +170,8 @@ def check(
 
     def verify(setup: TrainSetup) -> Prediction | None:
         """A setup's memory by its own dry run, with its speed as changed setups are compared by."""
-        plain, dry = predict(setup), dry_run_of(setup, predict, spec, result.gpu, limits.of(result.gpu)[0])
+        memory_bytes, planned = limits.of(result.gpu)[0], result.config.planned
+        plain, dry = predict(setup), dry_run_of(setup, predict, spec, result.gpu, memory_bytes, planned=planned)
         return dry and replace(dry, step_time_s=plain.step_time_s, tokens_per_s=plain.tokens_per_s)
 
     by = None if answer.no_dry_run else verify
@@ -292,6 +302,7 @@ def comparison_table(results: Sequence[CheckResult]) -> Any:
     return table
 
 
+SETTINGS = (".yaml", ".yml", ".json", ".toml")
 SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages", "venv", "build", "dist")
 MAX_FILES = 5_000
 OUTCOMES = {
@@ -337,7 +348,8 @@ class Finding:
 
 
 def candidates(folder: Path) -> Iterator[Path]:
-    """Files of a folder that may hold a training, sorted; hidden folders and installed packages are left out."""
+    """Files of a folder that may hold a training, sorted; hidden folders, installed packages, and files of settings
+    that are larger than those of any training (data, a plan) are left out."""
     seen = 0
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(
@@ -346,11 +358,14 @@ def candidates(folder: Path) -> Iterator[Path]:
             if not folder_name.startswith(".") and folder_name not in SKIPPED_FOLDERS
         )
         for name in sorted(names):
+            path = Path(place) / name
+            if path.suffix in SETTINGS and path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
+                continue
             if name.endswith(SUFFIXES) or name in MAKEFILES:
                 seen += 1
                 if seen > MAX_FILES:
                     return
-                yield Path(place) / name
+                yield path
 
 
 def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory) -> Finding | None:
@@ -363,12 +378,13 @@ def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory) -> Find
         return Finding(path=path, outcome="not_planned", message=error.message)
     except PlannerError as error:
         outcome = "undetermined" if isinstance(error, Undetermined) else "unreadable"
+        outcome = "not_planned" if isinstance(error, LayoutAlone) else outcome
         return Finding(path=path, outcome=outcome, message=f"{error.message}; {error.hint}")
     verdict, config = result.verdict.value, result.config
     return Finding(
         path=path,
         outcome=verdict,
-        message=f"{config.model_id} on {result.gpu.name}: {summary(result)} [formula]",
+        message=f"{config.model_id} on {result.gpu.name}: {summary(result)} [{LEVEL_WORDS[result.prediction.level]}]",
         line=config.call_line or _line(path.name, config.origins.get("micro_batch_seqs", "")),
         document=as_document(result, None) | {"file": str(path)},
         started=config.started,

@@ -33,7 +33,7 @@ from planner.planning.predict import predict_with_padding
 from planner.planning.single_changes import Predict
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION, setup_to_dict, to_jsonable
-from planner.setup.outcome import Candidate, Prediction, speed_level
+from planner.setup.outcome import Prediction, speed_level
 from planner.setup.packages import DELTA
 
 
@@ -102,9 +102,9 @@ def checked(
     """
     config, spec, card = load(file, gpu, request)
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-    predicted = predictor(spec, card, cluster(card, config.setup.num_gpus))
+    predicted = predictor(spec, card, cluster(card, config.setup.num_gpus), planned=config.planned)
     if dry_run:
-        predicted = corrected(predicted, config.setup, spec, card, memory)
+        predicted = corrected(predicted, config.setup, spec, card, memory, planned=config.planned)
     return check(config, spec, card, memory - reserve, predicted), spec, predicted
 
 
@@ -244,42 +244,47 @@ def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapp
     return f"plan {shlex.quote(str(config.model_id))} {' '.join(words)} --out plan"
 
 
-def predictor(spec: ModelSpec, card: GpuSpec, cluster: Cluster | None = None) -> Predict:
-    """The formula for setups of one model on one card."""
-    return lambda setup: predict_with_padding(spec, card, setup, cluster)
+def predictor(spec: ModelSpec, card: GpuSpec, cluster: Cluster | None = None, *, planned: bool = False) -> Predict:
+    """The formula for setups of one model on one card; `planned`: of a plan's own file."""
+    return lambda setup: predict_with_padding(spec, card, setup, cluster, planned=planned)
 
 
 def dry_run_of(
-    setup: TrainSetup, formula: Predict, spec: ModelSpec, card: GpuSpec, memory_bytes: int
+    setup: TrainSetup, formula: Predict, spec: ModelSpec, card: GpuSpec, memory_bytes: int, *, planned: bool = False
 ) -> Prediction | None:
     """The dry run of a setup, with what only the formula says of it; None where none is possible."""
-    from finetune_planner.app.levels import dry_run_possible, with_dry_run  # late: the formula level needs none of it
+    from finetune_planner.app.levels import dry_run_possible, dry_run_setup  # late: the formula level needs none of it
 
     if dry_run_possible() or built_by_transformers_4(spec):
         return None
-    plain = formula(setup)
-    candidate = Candidate(setup=setup, budget_bytes=0, formula=plain)
-    dry = with_dry_run(candidate, spec, card, memory_bytes=memory_bytes).dry_run
+    dry = dry_run_setup(spec, card, setup, memory_bytes=memory_bytes, planned=planned)
     if not isinstance(dry, Prediction):
         return None
+    plain = formula(setup)
     # a dry run is more than the formula: where fewer published runs were dry, its band is the formula's
-    narrower = dry if dry.memory_band_fraction <= plain.memory_band_fraction else plain
+    memory = dry if dry.memory_band_fraction <= plain.memory_band_fraction else plain
+    speed = dry if dry.step_time_s else plain
     return replace(
         dry,
-        step_time_s=dry.step_time_s or plain.step_time_s,
-        tokens_per_s=dry.tokens_per_s or plain.tokens_per_s,
-        time_band_fraction=dry.time_band_fraction if dry.step_time_s else plain.time_band_fraction,
+        step_time_s=speed.step_time_s,
+        tokens_per_s=speed.tokens_per_s,
+        time_band_fraction=speed.time_band_fraction,
         terms=dry.terms or plain.terms,
-        memory_band_fraction=narrower.memory_band_fraction,
-        bands=narrower.bands,
+        memory_band_fraction=memory.memory_band_fraction,
+        bands={
+            **{name: band for name, band in memory.bands.items() if name != "tokens_per_s"},
+            **{name: band for name, band in speed.bands.items() if name == "tokens_per_s"},
+        },
     )
 
 
-def corrected(formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpec, memory_bytes: int) -> Predict:
+def corrected(
+    formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpec, memory_bytes: int, *, planned: bool = False
+) -> Predict:
     """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
     the formula's peak and speed times what the dry run found over them. The formula alone where no dry run is
     possible."""
-    dry_run = dry_run_of(setup, formula, spec, card, memory_bytes)
+    dry_run = dry_run_of(setup, formula, spec, card, memory_bytes, planned=planned)
     if dry_run is None:
         return formula
     plain = formula(setup)

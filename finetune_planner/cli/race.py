@@ -267,14 +267,14 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
         band = band_of(adjusted, config)
         return replace(adjusted, memory_band_fraction=band.widest, bands={**adjusted.bands, "needed": band})
 
-    formula = predictor(model, card, workload.cluster)
+    formula = predictor(model, card, workload.cluster, planned=config.planned)
     candidate: Candidate = Candidate(
         setup=config.setup, budget_bytes=workload.budget_bytes, formula=whole(formula(config.setup))
     )
     if dry_run and not dry_run_possible() and not built_by_transformers_4(model):
         line = ProgressLine()
         line.say(f"dry run of {entry.label}")
-        dry = dry_run_of(config.setup, formula, model, card, workload.memory_bytes)
+        dry = dry_run_of(config.setup, formula, model, card, workload.memory_bytes, planned=config.planned)
         line.close()
         candidate = replace(candidate, dry_run=dry and whole(dry))
     return Lane(label=entry.label, candidate=candidate, form=config.format, source=entry.source)

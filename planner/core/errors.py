@@ -87,6 +87,10 @@ class Undetermined(ConfigError):
     usual_hint = "say what the message asks for with --set, --model or --args"
 
 
+class LayoutAlone(Undetermined):
+    """A launcher's file, which says how a job is spread and leaves the job itself open."""
+
+
 class EnvironmentProblem(PlannerError):
     """The machine lacks something: a GPU, the network, disk space, an optional dependency."""
 

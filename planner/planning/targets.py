@@ -8,6 +8,7 @@ from typing import Any
 from planner.core.errors import NotExpressed, SetupError, UsageError
 from planner.core.notes import measured, risk
 from planner.core.records import dataclass
+from planner.frameworks.tools import LAUNCHERS
 from planner.memory.attention_kernels import has_expert_stacks, missing_kernels
 from planner.memory.workload import Workload
 from planner.options.kernels import KERNELS
@@ -20,9 +21,6 @@ from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, sides_of
-
-LAUNCHERS = ("accelerate", "deepspeed")
-"""Targets that start another's program: on one GPU they add nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class TargetChoice:
 def compare_targets(workload: Workload) -> list[TargetChoice]:
     """The fastest plan by the formula of every target that has a file for the objective, fastest first; what plans
     nothing last."""
-    apart = dict.fromkeys(LAUNCHERS, workload.num_gpus == 1) | {
+    apart = dict.fromkeys(LAUNCHERS, workload.num_gpus == 1) | {  # which start another's program
         "mlx": workload.gpu.vendor != "Apple",
         "loggetta": not has_expert_stacks(workload.model),
         "torchtune-in-bwd": workload.fixed.get("method") != ("full",),

@@ -62,6 +62,17 @@ def test_a_folder_is_searched_and_the_worst_file_decides(folder: Path, run: Run)
     assert run(str(folder), "--gpu", "rtx-3060")[0] == 0
 
 
+def test_data_a_plan_and_a_launcher_s_file_fail_no_ci(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "fits.yaml").write_text(FITS)
+    (tmp_path / "alpaca.json").write_text(json.dumps([{"instruction": "a", "output": "b"}]))
+    (tmp_path / "larger.json").write_text(json.dumps({"rows": [{"instruction": "a", "output": "b"}] * 4_000}))
+    (tmp_path / "plan.json").write_text('{"schema_version": 1, "kind": "plan", "workload": {"seq_len_tokens": 8}}')
+    (tmp_path / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    code, text = run(str(tmp_path), "--gpu", "rtx-3060")
+    assert (code, text.splitlines()[-1]) == (0, "1 fits, 1 not planned")
+    assert run(str(tmp_path / "plan.json"), "--gpu", "rtx-3060")[0] == 2  # asked for itself
+
+
 def test_github_annotations_name_file_line_and_level(folder: Path, run: Run) -> None:
     code, text = run(str(folder), "--gpu", "rtx-3060", "--annotations", "github")
     lines = text.splitlines()

@@ -30,6 +30,7 @@ from planner.models import catalogue
 from planner.options.stacks import written_by
 from planner.planning.answer import plan_workload
 from planner.setup import TrainSetup
+from reports.brief_json import brief
 from tests.planner.launch_sweep import request, setups
 from tests.whole import some
 
@@ -51,11 +52,14 @@ def predicted(out: Path) -> dict[str, int]:
     return {entry["target"]: entry["peak_device_bytes"] for entry in launch if entry.get("files")}
 
 
-@pytest.mark.parametrize("target", some(["unsloth", "trl", "hf", "llamafactory", "axolotl"], 4))
+@pytest.mark.parametrize("target", some(["unsloth", "trl", "hf", "llamafactory", "axolotl", "trl --gpus 2"], 4))
 def test_a_named_target_is_planned_written_and_agrees_everywhere(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = planned(tmp_path, [*LLAMA, "--target", target])
+    """In `plan check` of its file too, which is told by its head: alone eager attention may take 50 % more, and two
+    GPUs that nobody shards for hold the whole model each."""
+    target, *more = target.split()
+    out = planned(tmp_path, [*LLAMA, "--target", target, *more, *["--parallel", "fsdp2"] * bool(more)])
     shown = " ".join(capsys.readouterr().out.split())
     document = json.loads((out / "plan.json").read_text())
     chosen = document["chosen"]
@@ -73,6 +77,9 @@ def test_a_named_target_is_planned_written_and_agrees_everywhere(
     assert f"bash launch/run.sh {target}" in shown
     for report in ("report.md", "report.html"):
         assert gib(peak) in (out / report).read_text()
+    assert run(["check", str(file), "--gpu", "rtx-4090", *more, "--no-dry-run", "--json"]) == 0
+    answer, short = json.loads(capsys.readouterr().out), brief(document)
+    assert (answer["memory"], answer["speed"]) == (short["memory"], short["speed"])
 
 
 def test_forced_files_say_in_file_and_verdict_that_they_run_out(

@@ -38,7 +38,7 @@ from planner.planning.predict import predict
 from planner.planning.single_changes import single_changes
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_request
-from planner.setup.outcome import Fidelity, Prediction
+from planner.setup.outcome import Fidelity, Prediction, sides_of
 from reports.check import NAMES
 from tests.planner.launch_sweep import request, setups
 from tests.whole import some
@@ -579,14 +579,13 @@ def test_more_evidence_never_widens_a_band(stack: str, monkeypatch: pytest.Monke
     setup = TrainSetup(method="lora", precision="bf16-autocast", lora_rank=16, stack=stack)
     formula = predict(MODEL, GPU, setup, None)
     for width in (0.01, 0.9):
-        dry = replace(formula, memory_band_fraction=width, bands={}, terms=())
+        dry = replace(formula, memory_band_fraction=width, bands={}, terms=(), step_time_s=None)
         monkeypatch.setattr(levels, "dry_run_possible", lambda: "")
-        monkeypatch.setattr(
-            levels, "with_dry_run", lambda candidate, *_, dry_run=dry, **__: replace(candidate, dry_run=dry_run)
-        )
+        monkeypatch.setattr(levels, "dry_run_setup", lambda *_, dry_run=dry, **__: dry_run)
         prediction = checking.corrected(lambda _: formula, setup, MODEL, GPU, GPU.memory_bytes)(setup)
         assert prediction.memory_band_fraction == min(width, formula.memory_band_fraction)
         assert prediction.terms == formula.terms
+        assert sides_of(prediction) == sides_of(formula)  # whose time it is
 
 
 def test_the_speed_of_a_change_is_corrected_as_the_config_s_own_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,7 +597,7 @@ def test_the_speed_of_a_change_is_corrected_as_the_config_s_own_is(monkeypatch: 
     assert formula.tokens_per_s is not None
     assert formula.step_time_s is not None
     dry = replace(formula, tokens_per_s=formula.tokens_per_s / 1.29, step_time_s=formula.step_time_s * 1.29)
-    monkeypatch.setattr(checking, "dry_run_of", lambda *_: dry)
+    monkeypatch.setattr(checking, "dry_run_of", lambda *_, **__: dry)
     changed = checking.corrected(lambda _: formula, setup, MODEL, GPU, GPU.memory_bytes)(setup.replace(lora_rank=8))
     assert (changed.tokens_per_s, changed.step_time_s) == pytest.approx((dry.tokens_per_s, dry.step_time_s))
 

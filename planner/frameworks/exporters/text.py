@@ -22,6 +22,8 @@ from planner.setup import TrainSetup
 _WIDTH = 100
 LAUNCH = "Launch:    "
 """What a header's command stands behind."""
+WRITTEN = "Written by finetune-planner "
+"""What a header's second line begins with, by which a plan's own files are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ def header(
     versions = ", ".join(f"{name}=={version}" for name, version in validated_with.items())
     lines = [
         f"{title}: {shown_path(request.model_id)}{where}",
-        f"Written by finetune-planner {__version__}. Effective batch: {setup.micro_batch_seqs} x "
+        f"{WRITTEN}{__version__}. Effective batch: {setup.micro_batch_seqs} x "
         f"{setup.accumulation_steps} x {setup.data_degree} {copies} = "
         f"{setup.global_batch_seqs} {setup.objective_spec.sample}s of "
         f"{setup.seqs_per_sample * setup.seq_len_tokens} tokens.",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from planner.core import inputs
-from planner.core.errors import ConfigError
+from planner.core.errors import ConfigError, NotATraining
 from planner.core.inputs import check_values, read_text, reason
 
 MAX_FILE_BYTES = 128 << 10
@@ -174,7 +174,7 @@ def _count_brackets(text: str, name: str) -> None:
 
 def _mapping(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(
+        raise NotATraining(
             f"{name} must hold a mapping of settings, got {type(value).__name__}", hint="one `key: value` per line"
         )
     check_values(value, name, max_values=MAX_NODES, max_depth=MAX_DEPTH, hint=FLAT)

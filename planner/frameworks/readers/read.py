@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining
+from planner.frameworks.exporters.text import LAUNCH, WRITTEN
 from planner.frameworks.readers import (
     common,
     consumer,
@@ -64,7 +65,8 @@ def read_text(
     Raises:
         ConfigError: not a config of a known tool, or a wrong one.
     """
-    reading = _read(text, name, replace(around or FileContext(), model=model, base=base), launcher)
+    inside = replace(around or FileContext(), model=model, base=base)
+    reading = _read(text, name, inside, launcher or _named_launcher(text, name, inside))
     of_format = STACK_OF.get(reading.format, reading.setup.stack)
     stack = reading.setup.stack if reading.setup.stack.startswith(of_format) else of_format  # or a form of it
     default = reading.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or reading.reentrant)
@@ -90,6 +92,20 @@ def read_text(
     if name.endswith(shell.SUFFIXES):
         reading = replace(reading, lacks=(*reading.lacks, *NO_WORDS))
     return _with_waiting_gradients(reading)
+
+
+_HEADER = re.compile(rf"^# {WRITTEN}\d.*?^# {LAUNCH}(.*?)$", re.MULTILINE | re.DOTALL)
+"""The head of a plan's own file, with the command that starts it."""
+
+
+def _named_launcher(text: str, name: str, around: FileContext) -> str | None:
+    """The Accelerate config that a plan's own file is started with, as its head says; None: with none."""
+    launches: Sequence[shell.Command] = ()
+    if head := _HEADER.search(text):
+        with suppress(NotATraining):  # the Accelerate config itself starts whatever SCRIPT is
+            launches = shell.commands(head[1], name, around.num_gpus)
+    launchers = (launch.launcher for launch in launches if launch.target.endswith(f"/{name}") and launch.launcher)
+    return next(map(around.read_by_suffix, launchers), None)
 
 
 def _with_segments(reading: ReadConfig, text: str, name: str) -> ReadConfig:
@@ -144,6 +160,11 @@ BY_TRANSFORMERS = (*TRAINERS, swift.FORMAT)
 def _read(text: str, name: str, around: FileContext, launcher: str | None = None) -> ReadConfig:
     if launcher is not None:
         return under_launcher(lambda inside: _read(text, name, inside), launcher, around)
+    reading = _of_kind(text, name, around)
+    return replace(reading, planned=True) if _HEADER.search(text) else reading
+
+
+def _of_kind(text: str, name: str, around: FileContext) -> ReadConfig:
     if name.endswith(".py") and torchtitan.is_registry(text):
         return torchtitan.read_registry(text, name, around)
     if name.endswith(".py"):
@@ -178,6 +199,8 @@ def _read(text: str, name: str, around: FileContext, launcher: str | None = None
 
 def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> ReadConfig:
     name = launches.name
+    if {"schema_version", "kind", "workload"} <= set(parsed.values):
+        raise NotATraining(f"{name} is a plan", hint="plan report and plan compare read it; check its launch files")
     # a scheduler's task file
     if any(marks <= set(parsed.values) for marks in MARKS):
         try:

@@ -6,9 +6,9 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from planner.core.errors import SetupError, Undetermined, UsageError
+from planner.core.errors import LayoutAlone, SetupError, Undetermined, UsageError
 from planner.core.records import dataclass
-from planner.frameworks.tools import PROGRAMS, tool_of
+from planner.frameworks.tools import LAUNCHERS, PROGRAMS, tool_of
 from planner.options.images import Images
 from planner.options.objectives import OBJECTIVES
 from planner.setup import TrainSetup
@@ -152,6 +152,7 @@ class ReadConfig:
             what was trained being there still; "" twice: it does not.
         sources: files that a program takes settings or code from, as it names them.
         started: files that were read because the file's launch starts them, or names them.
+        planned: whether a plan wrote the file, for versions and an allocator that its launch sets.
         through: the program that takes its settings from the file, with its words (None: none are said), where it was
             read by that; None: by itself.
     """
@@ -183,6 +184,7 @@ class ReadConfig:
     loaded_again: tuple[str, str] = ("", "")
     sources: tuple[str, ...] = ()
     started: frozenset[Path] = frozenset()
+    planned: bool = False
     through: tuple[Path, tuple[str, ...] | None] | None = None
 
     def allows(self, after: TrainSetup, *, in_place: bool = False) -> bool:
@@ -356,6 +358,5 @@ def determined(config: ReadConfig) -> ReadConfig:
     lines = [f"{', '.join(fields)} ({reason})" for reason, fields in by_reason.items()]
     options = " ".join(dict.fromkeys(entry.option for entry in config.missing))
     words = "; words of its command line go into --args" if config.format in PROGRAMS else ""
-    raise Undetermined(
-        f"{config.path} ({config.format}) does not determine {'; '.join(lines)}", hint=f"add {options}{words}"
-    )
+    kind = LayoutAlone if config.format in LAUNCHERS else Undetermined
+    raise kind(f"{config.path} ({config.format}) does not determine {'; '.join(lines)}", hint=f"add {options}{words}")

@@ -24,6 +24,8 @@ TOOLS: Mapping[str, Tool] = {
 
 PROGRAMS = (transformers.SCRIPT.name, unsloth.SCRIPT.name)
 """Formats of Python programs."""
+LAUNCHERS = ("accelerate", "deepspeed")
+"""Formats that say how a job is spread, and nothing of the job."""
 
 
 def tool_of(name: str) -> Tool:
@@ -45,4 +47,4 @@ FIELD_OF: Mapping[str, str] = {
 """What programs and command lines call the libraries' settings -> the setup's field that they decide ("model": the
 model's name)."""
 
-__all__ = ["ASKED", "FIELD_OF", "PROGRAMS", "TOOLS", "Field", "Tool", "changed_fields", "tool_of"]
+__all__ = ["ASKED", "FIELD_OF", "LAUNCHERS", "PROGRAMS", "TOOLS", "Field", "Tool", "changed_fields", "tool_of"]
