@@ -12,7 +12,6 @@ from typing import Any
 from planner.core.errors import SetupError
 from planner.core.records import dataclass
 from planner.setup import TrainSetup
-from planner.setup.codec import decode
 from planner.setup.interchange import setup_to_dict, to_jsonable
 from planner.setup.outcome import Candidate, Evidence, Fit, ProbeFailure
 from reports.text import failure_words
@@ -133,6 +132,8 @@ def extras_to_dict(extras: Extras) -> dict[str, Any]:
 
 def extras_from_dict(document: Mapping[str, Any]) -> Extras:
     """The extras of a plan.json."""
+    from planner.setup.codec import decode  # late: a new plan has none to read
+
     return decode(Extras, {key: document[key] for key in EXTRA_KEYS if key in document}, "plan.json")
 
 

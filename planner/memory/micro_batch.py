@@ -263,12 +263,14 @@ def shared_layer_costs(
     """What the layers of a setup cost whatever is checkpointed; equal for all that have the same `in_common`.
 
     Args:
-        costs: of every kind of layer; None: `costs_of`.
+        costs: of every kind of layer with the setup's adapters, where they are known already.
         casts_adapters: whether autocast's copies of the adapters are counted here.
     """
     dtypes, below = step_dtype_policy(model, setup), frozen_below(model, setup)
     model = parted(model, setup.trained_layers) if setup.trained_layers else model
-    costs = costs_of(model, gpu, setup, dtypes) if costs is None else costs
+    if costs is None:
+        targets = setup.lora_targets if setup.method != "full" and setup.kind.adapts_matrices else None
+        costs = layer_costs(model, gpu, setup, dtypes, adapted_names(model, targets))
     around = LayerContext(
         setup=setup.replace_trusted(method="lora") if setup.trained_layers else setup,
         dtypes=dtypes,
@@ -347,12 +349,6 @@ def activation_parts(
         hooked=hooked_bytes(model, setup),
         cached=cached_bytes(model, setup, beside_graph=True),
     )
-
-
-def costs_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[LayerCosts, ...]:
-    """The costs of every kind of layer with the setup's adapters; equal for all that have the same `in_common`."""
-    targets = setup.lora_targets if setup.method != "full" and setup.kind.adapts_matrices else None
-    return layer_costs(model, gpu, setup, dtypes, adapted_names(model, targets))
 
 
 def _largest_moments(

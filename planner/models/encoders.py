@@ -5,34 +5,37 @@ Text-only plans need none of it: there an encoder is weights alone (`ModelSpec.i
 read in transformers 5.23's modeling, configuration and image processing files.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from planner.core.errors import SetupError
 from planner.models.spec import ModelSpec
-from planner.models.vision_encoders import gemma4, mllama, mobilenet, pixtral, qwen, siglip, tiles
-from planner.models.vision_encoders.encoder import Encoder, idle
 from planner.options.images import Images
 
-_MAKERS: Mapping[str, Callable[[ModelSpec, Mapping[str, Any], int, int], Encoder]] = {
-    "qwen2_vl": qwen.encoder,
-    "qwen2_5_vl": qwen.encoder,
-    "qwen3_vl": qwen.encoder,
-    "qwen3_vl_moe": qwen.encoder,
-    "qwen3_5": qwen.encoder,
-    "qwen3_5_moe": qwen.encoder,
-    "llava": siglip.llava,
-    "gemma3": siglip.gemma3,
-    "gemma3n": mobilenet.encoder,
-    "gemma4": gemma4.encoder,
-    "paligemma": siglip.paligemma,
-    "mistral3": pixtral.encoder,
-    "mllama": mllama.encoder,
-    "idefics3": tiles.idefics3,
-    "smolvlm": tiles.idefics3,
-    "internvl": tiles.internvl,
+if TYPE_CHECKING:
+    from planner.models.vision_encoders.encoder import Encoder  # late: text alone needs none of them
+
+_MAKERS: Mapping[str, str] = {
+    "qwen2_vl": "qwen.encoder",
+    "qwen2_5_vl": "qwen.encoder",
+    "qwen3_vl": "qwen.encoder",
+    "qwen3_vl_moe": "qwen.encoder",
+    "qwen3_5": "qwen.encoder",
+    "qwen3_5_moe": "qwen.encoder",
+    "llava": "siglip.llava",
+    "gemma3": "siglip.gemma3",
+    "gemma3n": "mobilenet.encoder",
+    "gemma4": "gemma4.encoder",
+    "paligemma": "siglip.paligemma",
+    "mistral3": "pixtral.encoder",
+    "mllama": "mllama.encoder",
+    "idefics3": "tiles.idefics3",
+    "smolvlm": "tiles.idefics3",
+    "internvl": "tiles.internvl",
 }
+"""Model type -> module of `planner.models.vision_encoders`, and the function that makes its encoder."""
 SEEING = tuple(_MAKERS)
 """Model types whose pictures are planned."""
 MODALITIES = frozenset({"vision_config", "audio_config"})
@@ -57,6 +60,9 @@ def with_vision(model: ModelSpec) -> ModelSpec:
 
 def _seeing(model: ModelSpec, built: str) -> ModelSpec:
     """With its encoder idle, and the text's layers one name deeper, those that look at pictures among them."""
+    from planner.models.vision_encoders import mllama
+    from planner.models.vision_encoders.encoder import idle
+
     encoder = _encoder(model, 32, 32)
     parts = [*encoder.model.layer_counts, *((projector.layer, projector.num) for projector in encoder.projectors)]
     model = mllama.with_cross_attention(model) if model.model_type == "mllama" else model
@@ -70,7 +76,7 @@ def _seeing(model: ModelSpec, built: str) -> ModelSpec:
     )
 
 
-def encoder_of(model: ModelSpec, images: Images) -> Encoder:
+def encoder_of(model: ModelSpec, images: Images) -> "Encoder":
     """The encoder of a model for pictures of this size.
 
     Raises:
@@ -80,7 +86,7 @@ def encoder_of(model: ModelSpec, images: Images) -> Encoder:
     return model.once(("tower", width, height), lambda of: _encoder(of, width, height))
 
 
-def _encoder(model: ModelSpec, width: int, height: int) -> Encoder:
+def _encoder(model: ModelSpec, width: int, height: int) -> "Encoder":
     make = _MAKERS.get(model.model_type)
     vision = model.config.get("vision_config")
     if make is None:
@@ -89,7 +95,10 @@ def _encoder(model: ModelSpec, width: int, height: int) -> Encoder:
             f"images are not planned for {model.model_id}: {reason if vision else 'it has no eyes'}",
             hint="leave the images out: text alone is planned",
         )
-    return make(model, vision or {}, width, height)
+    module, _, name = make.partition(".")
+    of_module = import_module(f"planner.models.vision_encoders.{module}")
+    encoder: Encoder = getattr(of_module, name)(model, vision or {}, width, height)
+    return encoder
 
 
 def image_tokens(model: ModelSpec, images: Images) -> int:

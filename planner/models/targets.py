@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from planner.core.errors import SetupError
-from planner.models.matching import full_matches
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.setup.allowed import EXPERT_TARGETS, TARGET_SETS
 
@@ -290,6 +289,8 @@ def _patterned(model: ModelSpec, pattern: str) -> list[tuple[LayerSpec, int, tup
         for linear in linears
         for name in (linear.name, _module_name(linear))
     )
+    from planner.models.matching import full_matches  # late: most name their matrices
+
     matching = full_matches(pattern, tuple(dict.fromkeys(named)))
     for layer, num, linears, places in modules:
         hits = [

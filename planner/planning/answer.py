@@ -14,7 +14,6 @@ from planner.core.notes import measured, risk, usual
 from planner.core.units import gib, seconds
 from planner.memory.attention_kernels import has_expert_stacks, missing_kernels, supported_attentions
 from planner.memory.engines import engine_of, why_not
-from planner.memory.engines.host import assumed_host_bytes, host_gib
 from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.rank_part import rank_parts
 from planner.memory.states import loading_refusal, pinned_bytes, weight_bytes
@@ -216,6 +215,8 @@ def _nothing_to_walk(workload: Workload, results: WalkResults) -> UsageError:
         return UsageError(f"{workload.gpu.name}: {SHARED_MEMORY}", hint="leave --offload out")
     if workload.num_gpus == 1:
         if results.too_large_for_hosts:
+            from planner.memory.engines.host import assumed_host_bytes, host_gib  # seldom needed
+
             least, room = min(results.too_large_for_hosts.values()), gib(assumed_host_bytes(workload))
             there = f"{gib(least)} of states would lie there, at most {room} may"
             return UsageError(
@@ -383,6 +384,8 @@ def _with_packed_experts(
     workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
 ) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
+    from planner.memory.engines.host import assumed_host_bytes  # seldom needed
+
     for request in _packed(workload):
         walked = _walk_fitting(request, corrections, cache)
         if walked is None or walked.best is None:

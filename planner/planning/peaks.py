@@ -61,8 +61,10 @@ class Peaks:
         """Per optimizer, at one pair."""
         peaks = self._by_pair[index]
         if peaks is None:
-            every = [rank(index) for rank in self._ranks]
-            peaks = self._by_pair[index] = every[0] if len(every) == 1 else [*map(max, zip(*every, strict=True))]
+            peaks = self._ranks[0](index)
+            for rank in self._ranks[1:]:
+                peaks = [*map(max, peaks, rank(index))]
+            self._by_pair[index] = peaks
         return peaks
 
     def fit(self, limit_bytes: int) -> bool:

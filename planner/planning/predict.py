@@ -15,7 +15,6 @@ from planner.memory.attention_kernels import (
     untrained_sinks,
 )
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
-from planner.memory.engines.fsdp2 import dtensor_refusal
 from planner.memory.model import memory_of
 from planner.memory.states import (
     in_one_memory,
@@ -227,7 +226,11 @@ def attention_kernels(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> froz
 def cannot_run(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, ...]:
     """Why nothing runs this setup of the model on this card; empty where something does."""
     runs = setup.replace_trusted(attention="eager") if untrained_sinks(model, gpu, setup) else setup
-    reasons = [missing_kernels(model, gpu, runs), stored_refusal(setup, model), dtensor_refusal(setup)]
+    reasons = [missing_kernels(model, gpu, runs), stored_refusal(setup, model)]
+    if not setup.single_gpu:
+        from planner.memory.engines.fsdp2 import dtensor_refusal  # late: one GPU needs none of it
+
+        reasons.append(dtensor_refusal(setup))
     reasons.append(loading_refusal(model, setup, gpu.memory_bytes))
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions and model.front_end is not None:

@@ -26,7 +26,6 @@ from planner.options.stacks import DEFAULT as DEFAULT_STACK
 from planner.options.stacks import STACKS
 from planner.planning.expressed import branches_as_run
 from planner.planning.lora_rank import planned_ranks
-from planner.planning.rollouts import planned_rollouts
 from planner.setup import TrainSetup
 from planner.setup.allowed import EXPERT_TARGETS, METHODS, XFORMERS
 from planner.setup.packages import PACKAGED
@@ -167,6 +166,8 @@ def _keep_for_objective(values: Values, workload: Workload, objective: Objective
             hint=f"give --global-batch {objective.least_samples} or more",
         )
     if objective.rolls_out:
+        from planner.planning.rollouts import planned_rollouts  # late: few objectives generate
+
         values["rollout"] = planned_rollouts(workload)
     if objective.whole_batch:
         if max(fixed.get("cached_seqs", (0,))) > workload.global_batch_seqs:

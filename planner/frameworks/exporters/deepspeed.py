@@ -9,12 +9,6 @@ from typing import Any
 from planner.frameworks.exporters.common import differing
 from planner.frameworks.exporters.several_gpus import sharding_refusal, split_refusal
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
-from planner.memory.engines.zero import (
-    ZERO3_PERSISTENT_ELEMENTS,
-    ZERO3_PREFETCH_ELEMENTS,
-    ZERO_BUCKET_ELEMENTS,
-    zero_bucket_elements,
-)
 from planner.memory.states import part_trained
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -48,6 +42,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 
 def config(request: ExportRequest) -> dict[str, object]:
     """The configuration as data. JSON has no comments: what a reader must know stands in the launch notes."""
+    from planner.memory.engines.zero import ZERO_BUCKET_ELEMENTS, zero_bucket_elements  # late: a plan writes none
+
     bucket = ZERO_BUCKET_ELEMENTS
     if request.model is not None:
         bucket = zero_bucket_elements(part_trained(request.model, request.setup).num)
@@ -56,6 +52,8 @@ def config(request: ExportRequest) -> dict[str, object]:
 
 def engine_config(setup: TrainSetup, *, bucket_elements: int, max_grad_norm: float) -> dict[str, Any]:
     """What DeepSpeed's engine is told, by the launch file and by the probe of the same setup alike."""
+    from planner.memory.engines.zero import ZERO3_PERSISTENT_ELEMENTS, ZERO3_PREFETCH_ELEMENTS
+
     stage = STAGES[setup.parallel]
     zero: dict[str, object] = {
         "stage": stage,

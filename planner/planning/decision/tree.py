@@ -32,7 +32,6 @@ from planner.planning.lora_rank import BITS_PER_PARAMETER, BITS_PER_TOKEN, MAX_R
 from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
 from planner.planning.predict import attention_kernels, device_peak_bytes
 from planner.planning.refine import never_runs
-from planner.planning.rollouts import vllm_needs, vllm_refusal
 from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup
 from planner.setup.allowed import FLEX
@@ -313,6 +312,8 @@ def _program_answer(workload: Workload, best: WalkedSetup, results: NodeResults)
 
 
 def _generator_answer(workload: Workload, best: WalkedSetup, results: NodeResults) -> Answer:
+    from planner.planning.rollouts import vllm_needs, vllm_refusal  # late: few objectives generate
+
     roll = best.shared.rollout_settings
     others = results.best_of(lambda shared: shared.rollout_settings.by_vllm != roll.by_vllm)
     if roll.colocated:
