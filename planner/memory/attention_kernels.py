@@ -304,6 +304,13 @@ def gives_mask(setup: TrainSetup, attention: AttentionSpec, kernel: Kernel, *, m
     return (setup.pads and kernel == "efficient") or masked(setup, attention, masks_packed=masks_packed)
 
 
+def padded(model: ModelSpec, setup: TrainSetup) -> TrainSetup | None:
+    """A setup of full micro-batches with samples that differ in length; None where attention is told of no padding: of
+    clips labels alone are padded (the collator of Hugging Face's course)."""
+    uneven = setup.replace_trusted(uneven=True)
+    return uneven if not setup.uneven and uneven.pads and model.front_end is None else None
+
+
 def handed_mask(model: ModelSpec, setup: TrainSetup, attention: AttentionSpec) -> bool:
     """Whether SDPA gets a mask of tokens x tokens in a layer of this model: `masked`, or its class always makes one."""
     always = model.model_type in ALWAYS_MASKED

@@ -140,6 +140,11 @@ def repeats_keys(attention: AttentionSpec, context: LayerContext) -> bool:
     return repeated and attention.num_kv_heads not in (1, attention.num_heads)
 
 
+def unpads(context: LayerContext) -> bool:
+    """Whether flash attention 2 takes the real tokens out of padding, and pads what it gives."""
+    return context.kernel == "flash" and context.setup.pads
+
+
 def selective_checkpoint_bytes(layer: LayerSpec, context: LayerContext) -> int:
     """Bytes that selective checkpointing keeps: what a fused attention gives, its output and one fp32 number per head
     and token (other kernels it does not know); torchtitan's keeps every second product of matrices too.
@@ -251,7 +256,8 @@ def _add_attention(
     # rotating a part of each head concatenates q in a layout that flash's output takes over: one more copy is made
     in_part = layer.attention is not None and layer.attention.rotary_fraction < 1.0
     copied = (in_part or context.traits.joins_rotated) and context.kernel == "flash" and "rotary" not in context.fused
-    exchanged = context.setup.context_degree > 1  # what comes back from the other ranks is a tensor of its own
+    # what comes back from the other ranks, or padded again, is a tensor of its own
+    exchanged = context.setup.context_degree > 1 or unpads(context)
     fused = context.kernel in ("flash", "efficient") and not copied and not exchanged
     for output in by_role.get("o", ()):
         saved.add("attention", inputs_saved([output], context, context.dtypes.autocast or qkv, kept_elsewhere=fused))
@@ -268,8 +274,8 @@ def _pinned_by_views(layer: LayerSpec, context: LayerContext, made: str) -> int:
     queries and keys before their rotation. Behind a prefix, with which keys and values are joined anew, the queries are
     that view where nothing rotates them, and the rest is keys and values.
 
-    Not where what is viewed is copied on the way to the kernel: cast by autocast, repeated to all heads, or made one
-    batch of heads for eager attention's product (but in a micro-batch of one).
+    Not where what is viewed is copied on the way to the kernel: cast by autocast, repeated to all heads, taken out of
+    padding, or made one batch of heads for eager attention's product (but in a micro-batch of one).
     """
     spec = layer.attention
     fused = [linear for linear in layer.linears if linear.role == "qkv"]
@@ -277,7 +283,7 @@ def _pinned_by_views(layer: LayerSpec, context: LayerContext, made: str) -> int:
         return 0
     prefixed = context.setup.kind.form == "prefix"
     cast = context.dtypes.autocast is not None and SIZE_BYTES[made] == 4
-    if cast or spec.rotary == prefixed or (repeats_keys(spec, context) and not prefixed):
+    if cast or spec.rotary == prefixed or (repeats_keys(spec, context) and not prefixed) or unpads(context):
         return 0
     viewed = spec.num_heads * spec.head_dim if prefixed else spec.num_kv_heads * spec.value_head_dim
     return SIZE_BYTES[made] * context.tokens * (fused[0].out_features - viewed)

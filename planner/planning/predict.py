@@ -12,6 +12,7 @@ from planner.memory.attention_kernels import (
     linear_attention_refusal,
     missing_kernels,
     packs_apart,
+    padded,
     untrained_sinks,
 )
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
@@ -46,7 +47,7 @@ from planner.planning.evidence.bands import (
     with_evidence,
 )
 from planner.setup import TrainSetup
-from planner.setup.outcome import Band, Fidelity, Prediction, speed_sides
+from planner.setup.outcome import Fidelity, Prediction, speed_sides
 from planner.setup.packages import CHUNKED_TYPES, DELTA, DELTA_TYPES
 from planner.speed import cluster_of, speed_profile
 from planner.speed.roofline.types import StepTime
@@ -81,10 +82,6 @@ def predict(
     speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)
     notes = [*memory_notes(model, gpu, setup)]
     peaks = tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks)
-    time_fraction, least = max(speed.band_fraction, time_band(model, gpu)), time_band(model, gpu)
-    sides = {}
-    if speed.faster_fraction is not None:
-        sides["tokens_per_s"] = Band(1 - 1 / (1 + time_fraction), max(speed.faster_fraction, least))
     if len(ranks) > 1:
         notes.append(f"the memory is that of the fullest GPUs ({ranks[0].name}, {ranks[0].num_ranks} of them)")
     if setup.offload != "none":
@@ -103,12 +100,11 @@ def predict(
         memory_band_fraction=profile_band(setup) if memory.profiled else memory_band(model, setup, gpu),
         step_time_s=speed.step_time_s,
         tokens_per_s=speed.tokens_per_s,
-        time_band_fraction=time_fraction,
+        time_band_fraction=max(speed.band_fraction, time_band(model, gpu)),
         mfu_fraction=speed.mfu_fraction,
         time_parts_s=speed.parts_s,
         notes=(*notes, *_loop_notes(model, gpu, setup, cluster, memory.peak_device_bytes, speed), *speed.notes),
         rank_peaks=peaks if setup.num_gpus > 1 else (),
-        bands=sides,
     )
     return with_evidence(prediction, gpu, setup, planned=planned)
 
@@ -123,14 +119,14 @@ def with_padding(
     of_formula: bool = False,
 ) -> Prediction:
     """A prediction, of any level, that counts full micro-batches, with the band and the speed of those whose samples
-    differ in length: SDPA is handed a mask then, which costs its flash kernel (`TrainSetup.pads`). Of clips none
-    is made: labels alone are padded (the collator of Hugging Face's course).
+    differ in length: SDPA is handed a mask then, which costs its flash kernel, flash attention 2 copies
+    (`TrainSetup.pads`).
 
     Args:
         of_formula: the prediction is what the formula says of this very model and setup.
     """
-    padded = setup.replace_trusted(uneven=True)
-    if setup.uneven or not padded.pads or model.front_end is not None:
+    uneven = padded(model, setup)
+    if uneven is None:
         return prediction
     (full, full_s), (peak, step_s) = [
         (prediction.peak_device_bytes, prediction.step_time_s or 0.0)
@@ -139,7 +135,7 @@ def with_padding(
             peak := device_peak_bytes(model, gpu, variant),
             _step_time(model, gpu, variant, cluster, peak).step_time_s,
         )
-        for variant in (setup, padded)
+        for variant in (setup, uneven)
     ]
     more, longer = peak / full - 1, step_s / full_s
     if max(more, longer - 1) < PADDING_MATTERS:
@@ -148,11 +144,12 @@ def with_padding(
     bands = {**prediction.bands, "needed": (below, max(above, (1 + above) * (1 + more) - 1))}
     if sides := speed_sides(prediction.time_band_fraction, prediction.bands):
         bands["tokens_per_s"] = max(sides.below, 1 - (1 - sides.below) / longer), sides.above
-    packing = "--packing, " * (setup.images is None)
+    by_sdpa, without = setup.attention == "sdpa", ["--packing"] * (setup.images is None)
+    without.append("micro-batch 1")
     note = risk(
-        "samples of one length are counted: where those of a micro-batch differ SDPA gets a mask, "
-        f"{gib(max(0, peak - full))} more and {percent(max(0.0, 1 - 1 / longer))} slower (neither with "
-        f"{packing}micro-batch 1 or flash-attention-2)"
+        f"samples of one length are counted: where those of a micro-batch differ {_PADDED[by_sdpa]}, "
+        f"{gib(max(0, peak - full))} more and {percent(max(0.0, 1 - 1 / longer))} slower (not with "
+        f"{' or '.join(without)}{'; less with flash-attention-2' * by_sdpa})"
     )
     widest = max(bands["needed"])
     return replace(prediction, memory_band_fraction=widest, bands=bands, notes=(*prediction.notes, note))
@@ -167,6 +164,7 @@ def predict_with_padding(
     return with_padding(prediction, model, gpu, setup, cluster, of_formula=not changed)
 
 
+_PADDED = {True: "SDPA gets a mask", False: "flash attention keeps copies without padding"}
 PADDING_MATTERS = 0.01
 """Share of a peak or of a step from which on a mask of padding is told."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from planner.memory.attention_kernels import takes_cudnn
+from planner.memory.attention_kernels import padded, takes_cudnn
 from planner.memory.model import memory_of
 from planner.memory.states import loading_refusal
 from planner.memory.workload import Workload
@@ -122,8 +122,8 @@ class _Speeds:
 
 
 class Padding:
-    """What samples that differ in length cost a walked point, whose figures are those of full rows: SDPA is handed a
-    mask (`TrainSetup.pads`)."""
+    """What samples that differ in length cost a walked point, whose figures are those of full rows
+    (`TrainSetup.pads`)."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -131,10 +131,10 @@ class Padding:
 
     def kept_fraction(self, point: WalkedSetup) -> float:
         """Share of its walked speed that is left, at most 1."""
-        padded = point.setup.replace_trusted(uneven=True)
-        if not (padded.pads or self._walked_as_sdpa(point)) or not point.tokens_per_s:
+        setup = padded(self._workload.model, point.setup) or point.setup
+        if not (setup.uneven or self._walked_as_sdpa(point)) or not point.tokens_per_s:
             return 1.0
-        return min(1.0, self._tokens_per_s(point, padded) / point.tokens_per_s)
+        return min(1.0, self._tokens_per_s(point, setup) / point.tokens_per_s)
 
     def with_own_speed(self, point: WalkedSetup) -> WalkedSetup:
         """The point with the speed of full rows, where it was walked with another attention's."""
@@ -155,12 +155,11 @@ class Padding:
 
     def fits(self, point: WalkedSetup, limit_bytes: float) -> bool:
         """Whether it fits with them too."""
-        full = point.setup
-        padded = full.replace_trusted(uneven=True)
-        if not padded.pads:
+        model, gpu, full = self._workload.model, self._workload.gpu, point.setup
+        uneven = padded(model, full)
+        if uneven is None:
             return True
-        model, gpu = self._workload.model, self._workload.gpu
-        before, after = (memory_of(model, gpu, each)[0].breakdown.peak_device_bytes for each in (full, padded))
+        before, after = (memory_of(model, gpu, each)[0].breakdown.peak_device_bytes for each in (full, uneven))
         return point.peak_device_bytes + max(0, after - before) <= limit_bytes
 
 

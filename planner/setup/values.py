@@ -507,12 +507,14 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
 
     @property
     def pads(self) -> bool:
-        """Whether SDPA is handed a mask that hides padding; Unsloth's own attention is handed none in training.
+        """Whether attention sees padding: SDPA by a mask that hides it, flash attention 2 by copies without it (and one
+        of its output with it); Unsloth's own attention is told of none in training.
 
-        Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa` (a mask of ones is dropped).
+        Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa`, `flash_attention_mask` (a mask of ones
+        is dropped), `modeling_flash_attention_utils.py` `_upad_input`, `_pad_input`.
         """
         of_class = not self.trainer.own_models and self.stack != "unsloth"
-        padded = self.uneven and self.attention == "sdpa" and not self.packing
+        padded = self.uneven and self.attention in ("sdpa", "flash-attention-2") and not self.packing
         return padded and of_class and self.micro_batch_seqs * self.seqs_per_sample > 1
 
     @property

@@ -84,7 +84,8 @@ def _report(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, *, full_depth: bool, use_cache: bool, planned: bool
 ) -> DryRunReport | ProbeFailure:
     options: dict[str, Any] = {"full_depth": full_depth}
-    if setup.pads and "efficient" not in attention_kernels(model, gpu, setup):  # a full batch takes the most
+    kernels = attention_kernels(model, gpu, setup) if setup.pads else frozenset()
+    if setup.attention == "sdpa" and kernels and "efficient" not in kernels:  # a full batch takes the most
         setup = setup.replace_trusted(uneven=False)
     outcome = _cached_report(model, gpu, setup, options, use_cache)
     if isinstance(outcome, ProbeFailure):

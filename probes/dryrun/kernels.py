@@ -187,6 +187,33 @@ def _flash_padded(
     return out[..., :head] if head % 8 else out
 
 
+def _flash_unpadded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """The output [seqs, tokens, heads, head size] of the package's kernel. With a mask of padding the real tokens are
+    taken into rows of their own, and padded again: here all of them, the most that a micro-batch can hold.
+
+    Source: transformers 5.23 `modeling_flash_attention_utils.py` `_upad_input`, `_pad_input`.
+    """
+    if attention_mask is None:
+        return _flash_padded(query, key, value, dropout, causal, scale).transpose(1, 2)
+    rows, real = query.shape[0], torch.arange(query.shape[0] * query.shape[2], device=query.device)
+    query, key, value = (
+        tensor.transpose(1, 2).flatten(0, 1)[real].unflatten(0, (rows, -1)).transpose(1, 2)
+        for tensor in (query, key, value)
+    )
+    out = _flash_padded(query, key, value, dropout, causal, scale).transpose(1, 2).flatten(0, 1)
+    padded = torch.zeros_like(out)
+    padded[real] = out
+    return padded.unflatten(0, (rows, -1))
+
+
 def flash_attention_2(log: KernelLog) -> Any:
     """transformers' `flash_attention_forward` around the package's kernel.
 
@@ -222,8 +249,7 @@ def flash_attention_2(log: KernelLog) -> Any:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         log.note("flash-attention-2")
-        out = _flash_padded(query, key, value, dropout, bool(causal), scaling)
-        out = out.transpose(1, 2)
+        out = _flash_unpadded(query, key, value, attention_mask, dropout, bool(causal), scaling)
         return (out[..., :value_head] if value_head != head else out), None
 
     return forward
@@ -244,8 +270,7 @@ def _legacy_flash(log: KernelLog) -> Any:
     ) -> torch.Tensor:
         log.note("flash-attention-2")
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        out = _flash_padded(query, key, value, dropout, is_causal, kwargs.get("softmax_scale"))
-        return out.transpose(1, 2)
+        return _flash_unpadded(query, key, value, attention_mask, dropout, is_causal, kwargs.get("softmax_scale"))
 
     return forward
 

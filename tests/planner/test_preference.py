@@ -90,7 +90,7 @@ def test_standard_precision_wins_where_the_gain_cannot_be_known() -> None:
     """Pure bf16 and full logits won by under 1 %, and cost the Unsloth target and memory."""
     for gpu in ("rtx-4090", "h100-sxm", "rtx-3090"):
         setup = chosen("meta-llama/Llama-3.1-8B", gpu).chosen.setup
-        assert (setup.precision, setup.loss) == ("bf16-autocast", "chunked")
+        assert (setup.precision, setup.loss) in {("bf16-autocast", "chunked"), ("bf16-autocast", "liger")}
 
 
 def test_a_micro_batch_is_compared_at_what_padding_leaves_of_it() -> None:

@@ -137,7 +137,7 @@ def test_what_a_strangers_layers_keep_is_corrected_and_its_weights_are_not() -> 
     ("memory_gib", "fixed", "fails"),
     [
         (8, {"method": ("lora", "qlora")}, lambda setup: setup.checkpointing > 0),
-        (6, {"method": ("lora", "qlora"), "kernels": ("liger", "eager")}, lambda setup: setup.quantized),
+        (5, {"method": ("lora", "qlora"), "kernels": ("liger", "eager")}, lambda setup: setup.quantized),
     ],
     ids=["checkpointing", "quantization"],
 )

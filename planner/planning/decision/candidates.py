@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import overload
 
+from planner.memory.attention_kernels import padded
 from planner.memory.workload import Workload
 from planner.planning.predict import predict, predict_with_padding
 from planner.planning.walk import WalkedSetup
@@ -27,10 +28,10 @@ def uneven_tokens_per_s(workload: Workload, candidate: Candidate) -> float:
     """Its level's tokens/s of full rows, by what the formula says is left of them where the samples of a micro-batch
     differ in length: what setups are compared at (docs/choices.md)."""
     full, model, gpu = candidate.setup, workload.model, workload.gpu
-    padded = full.replace_trusted(uneven=workload.uneven)
-    if not padded.pads:
+    uneven = padded(model, full) if workload.uneven else None
+    if uneven is None:
         return candidate.tokens_per_s
-    before, after = (speed_profile(model, gpu, each, workload.cluster).step_time(each) for each in (full, padded))
+    before, after = (speed_profile(model, gpu, each, workload.cluster).step_time(each) for each in (full, uneven))
     return candidate.tokens_per_s * min(1.0, before.step_time_s / after.step_time_s)
 
 

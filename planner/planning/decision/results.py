@@ -112,7 +112,8 @@ class NodeResults:
             best = min(near, key=preference)
             if padding is None:
                 return best
-            if padding.fits(best, self.limits.taken_bytes(best.family)):
+            proven_bytes = self.limits.budget_bytes / (1 + dry_run_band(best.family))
+            if padding.fits(best, min(self.limits.taken_bytes(best.family), proven_bytes)):
                 return padding.with_own_speed(best)
             open_points = [point for point in open_points if point is not best]
         return min(points, key=preference)

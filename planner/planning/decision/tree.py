@@ -16,6 +16,7 @@ from planner.memory.attention_kernels import (
     flash_refusal,
     linear_attention_refusal,
     missing_kernels,
+    padded,
 )
 from planner.memory.engines import why_not
 from planner.memory.model import predict_memory
@@ -376,8 +377,8 @@ def activation_answers(
         attention = "no fused kernel takes this on the card: tokens x tokens matrices are kept"
     else:
         attention = "fused kernels keep no tokens x tokens matrix"
-        sdpa = best.setup.replace_trusted(attention="sdpa", uneven=workload.uneven)
-        if family.attention == "flash-attention-2" and sdpa.pads:
+        sdpa = best.setup.replace_trusted(attention="sdpa")
+        if family.attention == "flash-attention-2" and workload.uneven and padded(workload.model, sdpa):
             attention += "; SDPA would be handed a mask where samples of a micro-batch differ in length"
     answers = [Answer("Which attention kernel?", family.attention, attention)]
     if "kernels" not in workload.fixed or family.kernels != "eager":
@@ -432,7 +433,8 @@ def _micro_batch_answer(best: WalkedSetup, workload: Workload, same_node: list[W
         reason = "the whole global batch fits in one forward" + (" of every copy" if copies else "")
     elif any(larger):
         reason = "larger micro-batches fit but are not predicted to be faster"
-        if family.replace_trusted(micro_batch_seqs=2, uneven=workload.uneven).pads:
+        several = family.replace_trusted(micro_batch_seqs=2)
+        if family.attention == "sdpa" and workload.uneven and padded(workload.model, several):
             reason += ", as SDPA is handed a mask where their samples differ in length"
     else:
         reason = f"the fastest that fits: {gib(best.peak_device_bytes)} of {gib(budget)}"

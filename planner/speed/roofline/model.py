@@ -361,7 +361,14 @@ class SpeedModel:
         done = each * (full if masked and kernel == "efficient" else pairs)
         rate = self.rates.matmul[dtype] * self._fused_share(spec, setup, kernel, dtype)
         forward = done / (rate * constants.attention_forward_share)
-        return forward, _FLASH_BACKWARD * done / (rate * constants.attention_backward_share), each * pairs
+        backward = _FLASH_BACKWARD * done / (rate * constants.attention_backward_share)
+        if kernel == "flash" and setup.pads:  # rows without padding: read and written, the output over zeros; and back
+            heads, groups = spec.num_heads, spec.num_kv_heads
+            inputs = heads * spec.head_dim + groups * (spec.head_dim + spec.value_head_dim)
+            pass_s = SIZE_BYTES[dtype] * setup.seq_len_tokens / self.bandwidth
+            forward += pass_s * (2 * inputs + 3 * heads * spec.value_head_dim)
+            backward += pass_s * (4 * inputs + 2 * heads * spec.value_head_dim)
+        return forward, backward, each * pairs
 
     def _score_bytes(self, setup: TrainSetup, dtypes: DtypePolicy, kernel: str) -> tuple[float, float]:
         """Bytes per score, forward and backward, of attention that writes them: single operations, or the math
