@@ -213,14 +213,14 @@ def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Train
 def _trained_full(model: ModelSpec, dtype: str, wide_tables: bool, sees: bool) -> Trained:
     matrices = [(linear, num) for layer, num in model.layer_counts for linear in layer.linears]
     edges = sum(num * linear.num * (linear.in_features + linear.out_features) for linear, num in matrices)
-    idle = sum(layer.num_params * num for layer, num in _unreached(model, sees))
-    idle += 0 if sees else model.num_idle_other_params
     tensors = [
         linear.in_features * linear.out_features * (linear.num if linear.module == "parameter" else 1)
         for linear, _ in matrices
     ]
     return Trained(
-        num=model.num_params - idle - sum(table.num_params for table in model.embeddings if table.frozen),
+        num=model.num_params
+        - _num_idle(model, sees)
+        - sum(table.num_params for table in model.embeddings if table.frozen),
         dtype=dtype,
         edge_sum=edges + sum(table.num_rows + table.dim for table in model.embeddings),
         largest=max([*tensors, *(table.num_params for table in model.embeddings), model.num_head_params]),
@@ -237,6 +237,27 @@ def _unreached(model: ModelSpec, sees: bool) -> list[tuple[LayerSpec, int]]:
         for layer, num in model.idle_layers
         if layer.kind != "embedder" and (not sees or "audio" in layer.path)
     ]
+
+
+def unused_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of what trains and gets no gradient, as an encoder of pictures, or adapters on it, on text alone: DDP has
+    buckets for it, and stops in the second step unless it looks for such parameters.
+
+    Source: PyTorch 2.13 `nn/parallel/distributed.py` find_unused_parameters; trl 1.16 `SFTTrainer.__init__`.
+    """
+    if setup.method != "full":
+        idle = trained_parameters(model, setup).idle
+        return idle.size_bytes if idle is not None else 0
+    if setup.trained_layers or setup.frozen_encoder:
+        return 0
+    return (
+        _num_idle(model, setup.images is not None) * SIZE_BYTES["fp32" if setup.widens_trained else setup.weight_dtype]
+    )
+
+
+def _num_idle(model: ModelSpec, sees: bool) -> int:
+    idle = sum(layer.num_params * num for layer, num in _unreached(model, sees))
+    return idle + (0 if sees else model.num_idle_other_params)
 
 
 @lru_cache(maxsize=256)

@@ -63,6 +63,7 @@ class DdpWorld(JobWorld):
         super().__init__(setup)
         self._states: list[_State] = []
         self._order: list[str] = []
+        self._keeps_buckets = False
 
     @contextmanager
     def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
@@ -79,6 +80,7 @@ class DdpWorld(JobWorld):
         owners = load_all(tracker, model, reference)
         with tracker, tracker.labelled(BUCKETS):
             layout = layout_model(model, self._setup, device=next(model.parameters()).device)
+        self._keeps_buckets = layout.module.find_unused_parameters  # reducer.cpp should_rebuild_buckets
         plain = layout.module._pre_forward
 
         def pre_forward(*args: Any, **kwargs: Any) -> Any:
@@ -121,6 +123,8 @@ class DdpWorld(JobWorld):
         del wrapped
         freed = list(made.events)
         made.close()
+        if self._keeps_buckets:
+            return _with_buckets(full, first, [])
         return _with_buckets(full, first, [*freed, *_rebuilt(order, len(made.origins))])
 
 

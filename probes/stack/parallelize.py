@@ -17,7 +17,9 @@ import torch
 
 from planner.core.records import dataclass
 from planner.frameworks.exporters.several_gpus import distributed_config, tensor_refusal
+from planner.memory.trained import unused_bytes
 from planner.setup import TrainSetup
+from probes.stack.adapters import spec_of
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.dtypes import DTYPES
@@ -54,12 +56,15 @@ def layout_model(model: Any, setup: TrainSetup, *, device: torch.device) -> Layo
     if setup.sharded_at_loading:
         return _at_loading(model, setup, device)
     if setup.parallel == "ddp":
-        # As accelerate 1.15 `Accelerator.prepare_model`: its defaults (buckets of 25 MiB apart from the gradients, no
-        # search for unused parameters). Rank 0's weights are not sent to the others while it is built: all have the
-        # same already, and the copies for it (at most 2 x 250 MiB, gone before the first step) may or may not outlive
-        # the making of the buckets.
+        # As accelerate 1.15 `Accelerator.prepare_model`: its defaults (buckets of 25 MiB apart from the gradients), and
+        # a search for unused parameters where launch files ask it. Rank 0's weights are not sent to the others while it
+        # is built: all have the same already, and the copies for it (at most 2 x 250 MiB, gone before the first step)
+        # may or may not outlive the making of the buckets.
         ids = [device.index] if device.type == "cuda" else None
-        module = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, init_sync=False)
+        unused = hasattr(model, "config") and unused_bytes(spec_of(inner_model(model)), setup) > 0
+        module = torch.nn.parallel.DistributedDataParallel(
+            model, device_ids=ids, init_sync=False, find_unused_parameters=unused
+        )
         return Layout(module=module, no_sync=module.no_sync)
     if setup.parallel == "fsdp2":
         return _fsdp2(model, setup, device)

@@ -259,6 +259,21 @@ def test_deepspeeds_bucket_is_the_plans() -> None:
     assert buckets == {"full": 500_000_000, "lora": 28 * 8 * (1536 + 1536)}
 
 
+@pytest.mark.parametrize("target", ["trl", "axolotl", "hf"])
+def test_ddp_looks_for_what_text_gives_no_gradient(target: str) -> None:
+    """Without it the second step stops: "Expected to have finished reduction in the prior iteration"."""
+    lora, full = (
+        {"method": "lora"},
+        {"method": "full", "lora_rank": 0, "precision": "bf16-pure", "attention": "flash-attention-2"},
+    )
+    searches = []
+    for fields in (lora, {**lora, "lora_targets": "attention"}, full):
+        setup = TrainSetup(**fields, num_gpus=2, parallel="ddp")
+        files = EXPORTERS[target](request(setup, model=loaded("google/gemma-3-4b-it"))).files
+        searches += re.findall(r"ddp_find_unused_parameters\W+(\w+)", "".join(file.text for file in files))
+    assert [word.lower() for word in searches] == ["true", "false", "true"]
+
+
 def test_what_no_engine_runs_is_refused_with_its_reason() -> None:
     model = catalogue.load("Qwen/Qwen2.5-1.5B")
     pipeline = TrainSetup(method="full", lora_rank=0, num_gpus=4, pipeline_degree=4)

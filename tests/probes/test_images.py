@@ -192,6 +192,14 @@ def test_every_gpu_of_a_job_sees_its_own_pictures() -> None:
         setup.replace(parallel="fsdp2")
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_job_on_text_alone_leaves_the_encoder_of_every_gpu_without_gradients(method: str) -> None:
+    """DDP's buckets hold them all the same, and it stopped in the second step before it was told to look for them."""
+    config = shallow(QWEN2)
+    setup = TrainSetup(**METHODS[method], seq_len_tokens=768, num_gpus=2, parallel="ddp")
+    agreeing(model_of(QWEN2, config), CARD, setup, TOLERANCE, reported(config, (9, 0), setup).prediction)
+
+
 def test_the_mask_of_joined_pictures_grows_with_the_square_of_the_micro_batch() -> None:
     model = model_of(MISTRAL, shallow(MISTRAL))
     images = Images(width=1024, height=1024)

@@ -153,7 +153,7 @@ def _sections(request: ExportRequest) -> list[Section]:
             setting_line(AXOLOTL, setup, "accumulation_steps"),
         ),
         section("memory and speed", *_precision(runs), *_memory(setup, request.model)),
-        section("several GPUs", *_sharding(setup)),
+        section("several GPUs", *_sharding(request)),
         section(
             "optimization",
             setting_line(AXOLOTL, setup, "optimizer"),
@@ -273,14 +273,13 @@ def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
     return lines
 
 
-def _sharding(setup: TrainSetup) -> list[Line]:
+def _sharding(request: ExportRequest) -> list[Line | None]:
+    setup = request.setup
     if setup.parallel in deepspeed.STAGES:
         return [Line("deepspeed", f"launch/{TARGET}/{deepspeed.NAME}")]
-    lines = []
+    lines: list[Line | None] = [several_gpus.unused_line(request)]
     if setup.tensor_degree > 1:
         lines.append(Line("tensor_parallel_size", setup.tensor_degree, "GPUs that share every matrix"))
-    if setup.parallel == "ddp":
-        lines.append(Line("ddp_find_unused_parameters", False))
     if setup.parallel == "fsdp2":
         if setup.tensor_degree > 1 or setup.shards < setup.data_degree:
             lines.append(Line("dp_shard_size", setup.shards, "GPUs over which weights and states are cut"))

@@ -306,7 +306,7 @@ def argument_lines(request: ExportRequest, setup: TrainSetup, more: Sequence[Lin
         setting_line(SCRIPT, setup, "optimizer"),
         *common.step_lines(hyper, Line("warmup_steps", hyper.warmup_fraction, "below 1: a share of the steps")),
         *common.kernels_lines(setup, request.model),
-        Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
+        several_gpus.unused_line(request),
         *several_gpus.sync_lines(setup),
         setting_line(SCRIPT, setup, "compile") if setup.compile else None,
         Line("seed", hyper.seed),

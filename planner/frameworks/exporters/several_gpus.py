@@ -3,6 +3,7 @@
 from planner.frameworks.exporters.text import Line
 from planner.frameworks.exporters.types import ExportRequest
 from planner.memory.engines import why_not
+from planner.memory.trained import unused_bytes
 from planner.models.spec import ModelSpec
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
@@ -71,6 +72,18 @@ def tensor_refusal(setup: TrainSetup, tool: str) -> str:
     if setup.compile:
         return "torch.compile over tensor parallelism's DTensor hooks is not written"
     return ""
+
+
+def unused_line(request: ExportRequest) -> Line | None:
+    """The Trainer's setting of DDP's search for parameters without a gradient, which costs time where there are none.
+
+    Source: trl 1.16 `SFTTrainer.__init__` (a text-only data set leaves an encoder of pictures without gradients).
+    """
+    if request.setup.parallel != "ddp":
+        return None
+    unused = request.model is not None and unused_bytes(request.model, request.setup) > 0
+    why = "text gives no gradient to what sees or hears: the second step would stop" if unused else ""
+    return Line("ddp_find_unused_parameters", unused, why)
 
 
 def sync_lines(setup: TrainSetup) -> list[Line]:

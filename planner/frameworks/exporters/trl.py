@@ -250,7 +250,7 @@ def training_sections(request: ExportRequest, runs: TrainSetup) -> list[Section]
             * setup.objective_spec.supervised,
             *common.kernels_lines(setup.replace_trusted(loss="chunked"), request.model),
             setting_line(TRL, setup, "compile") if setup.compile else None,
-            Line("ddp_find_unused_parameters", False) if setup.parallel == "ddp" else None,
+            several_gpus.unused_line(request),
             *several_gpus.sync_lines(setup),
         ),
         *_objective(setup),

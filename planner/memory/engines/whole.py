@@ -14,7 +14,7 @@ from planner.memory.states import (
     whole_gradients,
     whole_weights,
 )
-from planner.memory.trained import Trained
+from planner.memory.trained import Trained, unused_bytes
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 
@@ -49,6 +49,8 @@ class _Whole(Engine):
             # dealt-out experts are left out of them
             dealt = part.model.num_expert_parallel_weights if setup.method == "full" else 0
             in_buckets = trained.size_bytes - dealt * trained.outer_bytes
+            if setup.method == "full":  # adapters that get no gradient are among those trained
+                in_buckets += unused_bytes(part.model, inner)
             allocations.append(gradient_allocation("DDP's buckets", in_buckets))
         stepped = reached.largest if inner.trainer.steps_in_backward else None
         return RankState(
