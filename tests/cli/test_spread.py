@@ -241,16 +241,8 @@ def test_a_table_says_where_its_rows_train_other_adapters() -> None:
 
 
 def test_a_table_says_what_must_lie_in_the_hosts_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "which-cluster",
-        "Qwen/Qwen2.5-7B",
-        "--gpu",
-        "rtx-4090",
-        "--method",
-        "full",
-        "--dataset-tokens",
-        "10000000",
-    ]
+    words = ["which-cluster", "Qwen/Qwen2.5-7B", "--gpu", "rtx-4090", "--method", "full"]
+    words += ["--dataset-tokens", "10000000"]
     assert run([*words, "--max-gpus", "2", "--json=full"]) == 0
     (option,) = json.loads(capsys.readouterr().out)["options"]
     assert option["host_bytes"] > option["memory_bytes"]
@@ -364,16 +356,8 @@ def test_the_price_of_several_machines_is_of_an_offer_with_their_network(
 
 
 def test_a_card_that_nobody_joins_over_a_network_is_taken_in_one_node(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "which-cluster",
-        "HuggingFaceTB/SmolLM2-135M",
-        "--dataset-tokens",
-        "1M",
-        "--method",
-        "lora",
-        "--max-gpus",
-        "16",
-    ]
+    words = ["which-cluster", "HuggingFaceTB/SmolLM2-135M", "--dataset-tokens", "1M", "--max-gpus", "16"]
+    words += ["--method", "lora", "--precision", "bf16-autocast"]
     counts = {}
     for card in ("rtx-pro-6000-blackwell", "h100-sxm"):
         assert run([*words, "--json=full", "--gpu", card]) == 0

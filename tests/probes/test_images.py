@@ -45,8 +45,9 @@ CROSSED = "Llama-3.2-11B-Vision-Instruct"
 EVERY = [QWEN2, QWEN3, GEMMA, LLAVA, MISTRAL, INTERN, IDEFICS, SMOL, HYBRID, PALI, FOURTH, CROSSED]
 
 ALSO = [(QWEN2, "lora"), (QWEN3, "full"), (MISTRAL, "lora"), (INTERN, "lora"),
-        (FOURTH, "lora, no checkpointing"), (CROSSED, "lora attention")]  # fmt: skip
-"""Models that another method tries."""
+        (FOURTH, "lora, no checkpointing"), (CROSSED, "lora attention"),
+        (SMOL, "lora"), (HYBRID, "lora"), (PALI, "qlora")]  # fmt: skip
+"""Models that another method tries, and those whose encoder another has: SmolVLM's, Qwen3-VL's, SigLIP."""
 
 
 def shallow(name: str) -> dict[str, Any]:

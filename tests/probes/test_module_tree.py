@@ -101,7 +101,7 @@ def adapted(spec: ModelSpec) -> set[str]:
 OF_EACH_TYPE = {entry.model_type: entry for entry in reversed(catalogue.entries())}
 
 
-@pytest.mark.parametrize("model_type", some(sorted(OF_EACH_TYPE), 3))
+@pytest.mark.parametrize("model_type", some(sorted(OF_EACH_TYPE), 5))
 def test_a_tree_says_what_the_adapter_says(model_type: str) -> None:
     """Every catalogue type: where an adapter exists, reading the tree gives its spec, whole or at least its sizes; else
     what ships is what the installed transformers builds."""

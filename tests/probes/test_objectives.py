@@ -128,7 +128,7 @@ SHARED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "layout"), paired(SHARED, LAYOUTS, 1))
+@pytest.mark.parametrize(("case", "layout"), some(paired(SHARED, LAYOUTS, 1), 2))
 def test_formula_and_dry_run_agree_on_several_gpus(case: tuple[str, dict[str, Any]], layout: dict[str, Any]) -> None:
     objective, changes = case
     job = {"num_gpus": 4, "parallel": layout["parallel"], "reshard_after_forward": "keep" not in layout}

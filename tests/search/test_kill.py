@@ -6,7 +6,6 @@ two writes of the study are in `test_death.py`.
 
 import json
 import sqlite3
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def test_kill_nine_in_probes_and_resumption_lose_nothing(tmp_path: Path, all_wor
 @pytest.mark.slow
 def test_several_workers_share_a_folder_and_one_is_killed(tmp_path: Path, all_workers: list[Workers]) -> None:
     folder = tmp_path / "study"  # that several make at once
-    workers = Workers(tmp_path / "workers", str(folder), python=sys.executable)
+    workers = Workers(tmp_path / "workers", str(folder))
     all_workers.append(workers)
     lost_key = workers.share_and_lose_one(3)
     with sqlite3.connect(folder / STUDY_NAME) as database:
