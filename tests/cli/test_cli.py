@@ -276,7 +276,7 @@ def test_random_command_lines_never_crash(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     draw, rents, seen = random.Random(f"20261122 {command}"), command == "which-cluster", set()
-    for number in range(250 if WHOLE else 9 if rents else 24):
+    for number in range(250 if WHOLE else 13 if rents else 24):
         model = draw.choice(["gpt2", "Qwen/Qwen2.5-1.5B", "google-t5/t5-small", "mistralai/Mixtral-8x7B-v0.1"])
         if draw.random() < 0.2:
             folder = tmp_path / f"model{number}"
