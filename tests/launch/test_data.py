@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 
 from finetune_planner.cli.app import run  # noqa: E402
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, prepare, trl  # noqa: E402
+from planner.samples import TEMPLATE_FILE  # noqa: E402
 from planner.samples.dataset import measure  # noqa: E402
 from planner.samples.locate import path_of  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
@@ -278,6 +279,29 @@ def test_preferences_of_every_form_are_the_same_pairs_for_every_target(form: str
         whole = chat.rstrip() if chats else f"Q: a {{x}}? {answer}{END}"
         assert read["llamafactory"]["prompt"] + read["llamafactory"][half] == whole
         assert read["llamafactory"][half].strip() == answer + END
+
+
+@pytest.mark.parametrize(
+    ("objective", "row"),
+    [
+        ("dpo", {"prompt": [ASKED], "chosen": [BEE], "rejected": [SEA]}),
+        ("kto", {"prompt": [ASKED], "completion": [BEE], "label": True}),
+        ("grpo", {"prompt": [ASKED], "answer": "bee"}),
+    ],
+)
+def test_chats_are_texts_where_no_template_can_write_them(objective: str, row: dict[str, Any], place: Path) -> None:
+    """TRL's commands for these take no template: `Cannot use chat template functions` (30 November 2026)."""
+    (place / "chats.jsonl").write_text(json.dumps(row) + "\n")
+    tokenizer().save_pretrained(place / "bare")
+    (place / "bare" / TEMPLATE_FILE).unlink()
+    setup = TrainSetup(objective=objective, micro_batch_seqs=8, seq_len_tokens=64, loss="chunked", packing=False)
+    data = DatasetChoice(path="chats.jsonl", columns=setup.objective_spec.data[0], local=True, plain=True)
+    request = replace(tiny_request("llama", setup), dataset=data, model_id="./bare", lacks_template=True)
+    assert EXPORTERS["trl"](request).prepare.endswith("rows")
+    prepared(place, request, "rows")
+    question = f"<|im_start|>user\n{ASKED['content']}<|im_end|>\n<|im_start|>assistant\n"
+    answers = {name: f"{half[0]['content']}<|im_end|>{END}" for name, half in row.items() if half in ([BEE], [SEA])}
+    assert made(place, "rows") == [row | {"prompt": question} | answers]
 
 
 def test_rows_of_other_objectives_keep_what_their_trainers_read(place: Path) -> None:

@@ -55,8 +55,9 @@ def lacks_template(model_id: str) -> bool | None:
 
 
 def chats(request: ExportRequest) -> bool:
-    """Whether the data are chats, or may be: the placeholder says nothing."""
-    return request.columns == "messages" or (request.dataset is None and not request.setup.objective_spec.supervised)
+    """Whether the data are chats that a target renders; of chats with preferences `launch/prepare_data.py` writes texts
+    where the tokenizer has no template."""
+    return request.columns == "messages"
 
 
 def brought_along(request: ExportRequest) -> bool:

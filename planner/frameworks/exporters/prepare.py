@@ -48,7 +48,8 @@ def needed(request: ExportRequest) -> bool:
         return False
     if not setup.objective_spec.rolls_out:
         return True
-    return dataset is not None and (bool(dataset.names) or (dataset.local and not dataset.plain))
+    lacking = bool(request.lacks_template)  # chats are written as texts
+    return dataset is not None and (bool(dataset.names) or lacking or (dataset.local and not dataset.plain))
 
 
 def form(request: ExportRequest, target: str) -> str:

@@ -34,8 +34,6 @@ STAND_IN = (
     f"launch/{REWARDS} is a stand-in to replace by the reward of your task: 1 where the row's answer stands in the "
     "completion, else 0"
 )
-TEMPLATED = ("sft", "pretrain", "reward")
-"""Objectives whose configuration has `chat_template_path` (TRL 1.16)."""
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
@@ -133,7 +131,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         env = {**cards, **common.environment(request.gpu)}
         command = common.after(env, f"python -m trl.scripts.{spoken} --config launch/{file}")
     runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
-    if setup.objective in TEMPLATED and chat.chats(request) and request.lacks_template is not False:
+    if chat.chats(request) and request.lacks_template is not False:
         files.append(LaunchFile(path=f"{TARGET}/{chat.TEMPLATE_FILE}", text=chat.TEMPLATE))
     title = "TRL supervised fine-tuning" if setup.objective_spec.supervised else f"TRL {setup.objective_spec.title}"
     main = LaunchFile(path=file, text=yaml_text(_sections(request, runs)))
@@ -180,18 +178,12 @@ def _notes(request: ExportRequest) -> list[str]:
             f"The stand-in for a reward asks for a column {', '.join(REWARDED_BY)}{'; ' * bool(lacking)}{lacking}: "
             "write your own. run.sh stops before anything is loaded where a reward asks for what the data have not."
         )
-    templates, chats = setup.objective in TEMPLATED, chat.chats(request)
     if setup.objective_spec.data[0] in ("preference", "unpaired", "prompt"):
         notes.append(
             "Prompts and answers that are plain texts are trained on as they are, without the model's chat template "
             'and with nothing between them; write them as turns ([{"role": ..., "content": ...}]) to have it.'
         )
-    if not templates and chats and request.lacks_template is not False:
-        notes.append(
-            f"`trl {setup.objective_spec.targets[TARGET]}` takes no chat template: for a tokenizer without one (a base "
-            "model's often has none) write the data as plain text, or save a template with the model first."
-        )
-    if templates and chats and request.lacks_template is None:
+    if chat.chats(request) and request.lacks_template is None:
         notes.append(
             f"If the tokenizer has no chat template (a base model's often has none), add {chat.OPTION} "
             f"launch/{TARGET}/{chat.TEMPLATE_FILE} to the command; run.sh looks and does."
@@ -226,7 +218,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             common.model_line("model_name_or_path", request),
             Line("dtype", DTYPES[setup.weight_dtype], "of the weights that are not quantized, and of 4-bit compute"),
             common.attention_line(request),
-            template if chat.brought_along(request) and setup.objective in TEMPLATED else None,
+            template if chat.brought_along(request) else None,
             *_quantization(setup),
         ),
         section("method", *_method(request)),
