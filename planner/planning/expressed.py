@@ -105,7 +105,8 @@ def unwritten(workload: Workload, setup: TrainSetup) -> str:
     """Why no target runs such a setup as it is, what the setup's own says or most of them do; "" where one does or
     targets were named."""
     reasons: Counter[str] = Counter()
-    for target in writers(workload) if not workload.targets else ():
+    names = writers(workload) if not workload.targets else ()
+    for target in sorted(names, key=lambda name: name != setup.stack):  # its own, which is there, is the answer mostly
         runs = as_run(target, setup, workload)
         if not isinstance(runs, str):
             if not (otherwise := run_otherwise(setup, runs)):

@@ -89,20 +89,18 @@ class _Activations:
         self._sizes: dict[int, dict[str, int]] = {}
 
     @cached_property
-    def _two(self) -> tuple[ActivationParts, tuple[Moment, ...]]:
-        return self._layers.computed(self._inner, 2)
-
-    @cached_property
-    def _lines(self) -> list[tuple[str, int, int]]:
-        """(name of a moment, bytes at micro-batch 1, of each further sequence)."""
-        pairs = zip(self._one, self._two[1], strict=True)
-        return [(first.name, first.size_bytes, second.size_bytes - first.size_bytes) for first, second in pairs]
+    def _two(self) -> tuple[ActivationParts, list[tuple[str, int, int]]]:
+        """The activations of two sequences; (name of a moment, bytes at micro-batch 1, of each further sequence)."""
+        parts, two = self._layers.computed(self._inner, 2)
+        pairs = zip(self._one, two, strict=True)
+        both = [(name, total_bytes(terms), total_bytes(more)) for (name, terms), (_, more) in pairs]
+        return parts, [(name, size, larger - size) for name, size, larger in both]
 
     def sizes(self, micro_batch_seqs: int) -> dict[str, int]:
         """The largest moment of each name, the loss's chain not counted."""
         sizes, more = self._sizes.get(micro_batch_seqs), micro_batch_seqs - 1
         if sizes is None:
-            lines = ((name, intercept + more * slope) for name, intercept, slope in self._lines)
+            lines = [(name, intercept + more * slope) for name, intercept, slope in self._two[1]]
             sizes = self._sizes[micro_batch_seqs] = largest_by_name(lines)
         return sizes
 

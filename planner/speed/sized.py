@@ -197,7 +197,7 @@ class Sized:
             return Tiles(tiles.tokens, max(0, turns), filled)
         return Tiles(0, max(0, -(-self._tokens // run.per) - run.less), 1.0)
 
-    def blocks(self, blocks: Blocks, *, checkpointed: bool, tiles: Tiles, scale: float) -> ClockMap:
+    def blocks(self, blocks: Blocks, checkpointed: bool, tiles: Tiles, scale: float) -> ClockMap:
         """The clock map of segments."""
         key = checkpointed, tiles, scale
         clock_maps = self._clock_maps.get(key) or self._clock_maps.setdefault(key, _ClockMaps(*key))
@@ -370,13 +370,10 @@ class ProgramSpeed:
     def timeline(self, optimizer: str, seqs: int, scale: float) -> tuple[Timeline, list[ClockMap]]:
         """A step's micro-batches, and its optimizer's part."""
         program, sized, tiles = self._program, self._sized(seqs), self._tiles(seqs)
-        ahead, backward = (
-            sized.blocks(blocks, checkpointed=self._hooks, tiles=tiles, scale=scale)
-            for blocks in (program.forward, program.backward)
-        )
+        key = self._hooks, tiles, scale
         timeline = Timeline(
-            forward=(Stage("forward", ahead),),
-            backward=(Stage("backward", backward),),
+            forward=(Stage("forward", sized.blocks(program.forward, *key)),),
+            backward=(Stage("backward", sized.blocks(program.backward, *key)),),
             added=sized.counted(program.added, scale),
             num_modules=program.num_modules,
             scale=scale,

@@ -50,38 +50,20 @@ def choose(
     *,
     explained: bool = True,
 ) -> tuple[Node | None, WalkedSetup | None]:
-    """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked.
+    """The node of the tree that is taken and its point, None where nothing fits; the facts learn what was walked,
+    in as many stages as it takes.
 
     Args:
         explained: with what else could be taken; without it no quantized base is walked where none is needed.
     """
-    node = _walk(workload, values, results, corrections, explained)
-    return node, best_layout(results.of_node(node)) if node is not None else None
-
-
-def choose_alone(workload: Workload, cache: WalkCache | None = None) -> Candidate | None:
-    """What the plan of this work takes, without the rest of a plan; None where nothing fits, or no setup can be."""
-    results = WalkResults() if cache is None else WalkResults(cache=cache)
-    try:
-        best = choose(workload, dimension_values(workload), results, explained=False)[1]
-    except UsageError:
-        return None
-    return candidate(workload, best.setup) if best is not None else None
-
-
-def _walk(
-    workload: Workload,
-    values: Values,
-    results: WalkResults,
-    corrections: Mapping[CorrectionKey, float] | None,
-    explained: bool,
-) -> Node | None:
-    """Walks as many stages as it takes; the node of the tree that is taken, None where nothing fits."""
 
     def walk(given: Values, stages: tuple[str, ...]) -> None:
         for request, space_values in spaces(workload, given):
             chosen = layouts_of_one(request) if request.num_gpus == 1 else layouts(request, stages)
             add_layouts(request, space_values, results, chosen, corrections)
+
+    def taken(node: Node | None) -> tuple[Node | None, WalkedSetup | None]:
+        return node, best_layout(results.of_node(node)) if node is not None else None
 
     plain = {**values, "method": tuple(method for method in values["method"] if method != "qlora")}
     # where LoRA surely fits, only who prefers speed or offloads takes a quantized base for it
@@ -95,7 +77,7 @@ def _walk(
         walk({**values, "method": ("qlora",)}, _FIRST)
     node = choose_node(results.nodes(), workload, from_host=workload.num_gpus == 1 and workload.offloads)
     if workload.num_gpus == 1:
-        return node
+        return taken(node)
     best = results.nodes()[node].best() if node is not None else None
     slow = (
         best is not None and communication_share(candidate(workload, best.setup, padding=False)) > COMMUNICATION_LIMIT
@@ -116,7 +98,17 @@ def _walk(
     if node is None or not results.nodes()[node].sure:  # what only may fit is no answer where something surely does
         walk(values, ("offload",) if split else ("split", "offload"))
     # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
-    return choose_node(results.nodes(), workload, from_host=node is None)
+    return taken(choose_node(results.nodes(), workload, from_host=node is None))
+
+
+def choose_alone(workload: Workload, cache: WalkCache | None = None) -> Candidate | None:
+    """What the plan of this work takes, without the rest of a plan; None where nothing fits, or no setup can be."""
+    results = WalkResults() if cache is None else WalkResults(cache=cache)
+    try:
+        best = choose(workload, dimension_values(workload), results, explained=False)[1]
+    except UsageError:
+        return None
+    return candidate(workload, best.setup) if best is not None else None
 
 
 def _better_left_out(workload: Workload, results: WalkResults, node: Node | None) -> tuple[str, ...]:
