@@ -397,11 +397,12 @@ def halves_stay_apart(model: ModelSpec, setup: TrainSetup) -> bool:
     """Whether the two halves of a tied embedding's gradient make a third tensor instead of being added in place.
 
     The engine adds into the first one where nothing else holds its storage; the head's own matrix multiplication gives
-    it transposed, which does. A cast (autocast) or a fused loss gives a fresh tensor.
+    it transposed, which does. A cast (autocast of another type than the weights') or a fused loss gives a fresh tensor.
 
     Source: PyTorch `input_buffer.cpp` `can_accumulate_inplace`; tests/probes/test_dryrun_gradient_sums.py.
     """
-    return model.tied and setup.method == "full" and setup.loss == "full" and setup.autocast_dtype is None
+    cast = setup.autocast_dtype not in (None, "fp32" if setup.widens_trained else setup.weight_dtype)
+    return model.tied and setup.method == "full" and setup.loss == "full" and not cast
 
 
 def backward_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, *, accumulated: bool) -> dict[str, int]:

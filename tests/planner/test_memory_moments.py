@@ -74,6 +74,9 @@ def test_a_tied_embeddings_halves_stay_apart_without_a_cast() -> None:
     tied, untied = loaded("qwen/qwen2.5-0.5b"), loaded("qwen/qwen2.5-7b")
     pure = TrainSetup(**FULL, precision="bf16-pure")  # type: ignore[arg-type]
     assert halves_stay_apart(tied, pure)
+    assert halves_stay_apart(
+        tied, pure.replace(precision="bf16-autocast")
+    )  # autocast to the weights' own type casts none
     assert not halves_stay_apart(untied, pure)
     assert not halves_stay_apart(tied, TrainSetup(**FULL, precision="bf16-mixed"))  # type: ignore[arg-type]
     assert not halves_stay_apart(tied, pure.replace(loss="liger"))
