@@ -34,7 +34,6 @@ BAND_LEVEL = 0.9
 UNCERTAINTY = {
     "nvlink_share": 0.15,
     "pcie_share": 0.3,
-    "pcie_staged_share": 0.4,
     "network_share": 0.25,
     "host_copy_share": 0.2,
     "collective_s": 0.5,

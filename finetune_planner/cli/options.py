@@ -234,8 +234,8 @@ Interconnect = Annotated[
     str | None,
     typer.Option(
         "--interconnect",
-        help="Within a node nvlink or pcie; between nodes ib-3200, ethernet-25, ... (Gbit/s of a whole node: eight "
-        "400G adapters are ib-3200); both joined: pcie+ethernet-25.",
+        help="Within a node nvlink, pcie or nccl-tests' busbw (6GB/s); between nodes ib-3200, ethernet-25, ... (Gbit/s "
+        "of a whole node: eight 400G adapters are ib-3200); both joined: pcie+ethernet-25.",
     ),
 ]
 

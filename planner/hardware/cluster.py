@@ -5,6 +5,7 @@ The latencies of the table are typical figures from memory, the rates are nomina
 """
 
 import csv
+import re
 from functools import lru_cache
 
 from planner.core.errors import UsageError
@@ -25,9 +26,16 @@ _NDR_NODES = (
 )  # fmt: skip
 """Cards whose nodes of eight have a 400 Gbit/s adapter for each. Source: NVIDIA DGX H100, H200 and B200 (eight
 ConnectX-7); Azure ND MI300X v5."""
-_NVLINK_PAIRS = ("a30", "a40", "rtx-a6000", "rtx-a5000", "rtx-3090", "rtx-3090-ti", "rtx-2080-ti")
-_NVLINK_PAIRS_PCIE = ("a100-pcie-40gb", "a100-80gb-pcie", "h100-pcie", "h100-nvl")
-"""Cards whose NVLink is a bridge between two of them: beyond a pair, traffic goes over PCIe."""
+_MEASURED = re.compile(r"([1-9]\d{0,3}(?:\.\d+)?|0?\.\d*[1-9]\d*)gb/s")
+"""Bus bandwidth of collectives, as nccl-tests prints it (busbw of large messages)."""
+_BRIDGED = (
+    "a30", "a40", "rtx-a6000", "rtx-a5000", "rtx-3090", "rtx-3090-ti", "rtx-2080-ti",
+    "a100-pcie-40gb", "a100-80gb-pcie", "h100-pcie",
+)  # fmt: skip
+"""Cards whose NVLink is a bridge between two of them, bought apart: who has one says so. Two RTX 3090 without ran at a
+third of the speed that one would give (titan_3090, benchmarks/data/gathered.jsonl)."""
+_SOLD_IN_PAIRS = ("h100-nvl",)
+"""Cards that come with that bridge: beyond a pair, traffic goes over PCIe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +43,7 @@ class Link:
     """One kind of connection.
 
     Attributes:
-        kind: "nvlink", "pcie" (within a node) or "network" (between nodes).
+        kind: "nvlink", "pcie" or "measured" (within a node), or "network" (between nodes).
         bytes_per_s: nominal, one direction: of one GPU within a node, of one whole node between nodes.
         latency_s: of one message.
     """
@@ -113,8 +121,8 @@ def make_cluster(
     Args:
         num_gpus: of the whole job.
         num_nodes: default: as few as hold the GPUs (`most_per_node`).
-        interconnect: "nvlink" or "pcie" (within a node), a key of the table (between nodes), or two joined by "+"
-            ("pcie+ethernet-25"). Default: NVLink where the card has it and more than a pair is connected, else PCIe;
+        interconnect: "nvlink", "pcie" or what nccl-tests measured, "6GB/s" (within a node), a key of the table (between
+            nodes), or two joined by "+" ("pcie+ethernet-25"). Default: NVLink where the card comes with it, else PCIe;
             between nodes `default_network`.
 
     Raises:
@@ -157,10 +165,8 @@ def default_network(gpu: GpuSpec) -> str:
 
 
 def _default_within(gpu: GpuSpec, per_node: int) -> Link:
-    bridged = gpu.key in _NVLINK_PAIRS or gpu.key in _NVLINK_PAIRS_PCIE
-    if gpu.nvlink_bytes_per_s > 0 and not (bridged and per_node > 2):
-        return nvlink(gpu)
-    return host_link(gpu)
+    apart = gpu.key in _BRIDGED or (gpu.key in _SOLD_IN_PAIRS and per_node > 2)
+    return host_link(gpu) if apart or not gpu.nvlink_bytes_per_s else nvlink(gpu)
 
 
 def _named(gpu: GpuSpec, key: str) -> Link:
@@ -171,6 +177,9 @@ def _named(gpu: GpuSpec, key: str) -> Link:
     if key == "pcie":
         return host_link(gpu)
     known_link(key)
+    if rate := _MEASURED.fullmatch(key):
+        rate_bytes = float(rate[1]) * 1e9
+        return Link(key=key, name="a measured link", kind="measured", bytes_per_s=rate_bytes, latency_s=1e-5, source="")
     return links()[key]
 
 
@@ -181,5 +190,5 @@ def known_link(key: str) -> None:
         UsageError: with those that do.
     """
     names = ("nvlink", "pcie", *links())
-    if key not in names:
-        raise UsageError(f"unknown interconnect {key!r}", hint=f"one of {', '.join(names)}")
+    if key not in names and not _MEASURED.fullmatch(key):
+        raise UsageError(f"unknown interconnect {key!r}", hint=f"one of {', '.join(names)}, or as measured: 6GB/s")

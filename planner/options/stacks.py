@@ -65,6 +65,7 @@ class Stack:
         masks_samples: packed samples do not see each other; False: attention is causal over a whole row, with no mask.
         sequence_parallel: its tensor parallelism cuts the residual stream and its norms along the sequence between the
             split matrices, and leaves the logits cut by vocabulary (loss parallelism).
+        reduces_fp32: FSDP2 reduces gradients in fp32, whatever the weights are gathered in.
         wide_embedding_states: optimizers of 8-bit states keep those of every embedding table in 32 bits.
         torch_nf4: matrices in 4 bits are torchao's NF4Tensor, which operations of torch unpack.
         grouped_experts: kernels of its own multiply with 4-bit stacks of experts where they lie, adapters beside them:
@@ -111,6 +112,7 @@ class Stack:
     packs_rows: bool = False
     masks_samples: bool = True
     sequence_parallel: bool = False
+    reduces_fp32: bool = False
     wide_embedding_states: bool = False
     torch_nf4: bool = False
     grouped_experts: bool = False
@@ -290,8 +292,10 @@ _ROWS = (
         compiles_loss=False,
         widens_outputs=True,
         trainer_overhead=False,
+        reduces_fp32=True,
         source="prime-rl c330a6d4 (15 January 2026) trainer/sft/train.py (`out = forward(...)`: `del logits` leaves "
-        "them in `out` until the next forward), trainer/model.py cast_float_and_contiguous, apply_compile (layers)",
+        "them in `out` until the next forward), trainer/model.py cast_float_and_contiguous, apply_compile (layers), "
+        "setup_fsdp (reduce_dtype float32)",
     ),
     Stack(
         name="torchtune",
@@ -338,10 +342,11 @@ _ROWS = (
         packs_rows=True,
         masks_samples=False,
         sequence_parallel=True,
+        reduces_fp32=True,
         source="torchtitan 0.2 models/llama3/infra/parallelize.py apply_tp (SequenceParallel, loss_parallel), "
         "models/llama3/model/model.py (SDPA gets no mask), components/loss.py (pred.float()), train.py (`del pred` "
         "before the backward), run_train.sh (PYTORCH_ALLOC_CONF expandable_segments), "
-        "distributed/activation_checkpoint.py _apply_op_sac",
+        "distributed/activation_checkpoint.py _apply_op_sac, config mixed_precision_reduce (float32)",
     ),
     Stack(
         name="litgpt",

@@ -47,7 +47,7 @@ from planner.planning.evidence.bands import (
     with_evidence,
 )
 from planner.setup import TrainSetup
-from planner.setup.outcome import Fidelity, Prediction, speed_sides
+from planner.setup.outcome import Band, Fidelity, Prediction, speed_sides
 from planner.setup.packages import CHUNKED_TYPES, DELTA, DELTA_TYPES
 from planner.speed import cluster_of, speed_profile
 from planner.speed.roofline.types import StepTime
@@ -82,6 +82,10 @@ def predict(
     speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)
     notes = [*memory_notes(model, gpu, setup)]
     peaks = tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks)
+    time_fraction, least = max(speed.band_fraction, time_band(model, gpu)), time_band(model, gpu)
+    sides = {}
+    if speed.faster_fraction is not None:
+        sides["tokens_per_s"] = Band(1 - 1 / (1 + time_fraction), max(speed.faster_fraction, least))
     if len(ranks) > 1:
         notes.append(f"the memory is that of the fullest GPUs ({ranks[0].name}, {ranks[0].num_ranks} of them)")
     if setup.offload != "none":
@@ -100,11 +104,12 @@ def predict(
         memory_band_fraction=profile_band(setup) if memory.profiled else memory_band(model, setup, gpu),
         step_time_s=speed.step_time_s,
         tokens_per_s=speed.tokens_per_s,
-        time_band_fraction=max(speed.band_fraction, time_band(model, gpu)),
+        time_band_fraction=time_fraction,
         mfu_fraction=speed.mfu_fraction,
         time_parts_s=speed.parts_s,
         notes=(*notes, *_loop_notes(model, gpu, setup, cluster, memory.peak_device_bytes, speed), *speed.notes),
         rank_peaks=peaks if setup.num_gpus > 1 else (),
+        bands=sides,
     )
     return with_evidence(prediction, gpu, setup, planned=planned)
 

@@ -67,7 +67,8 @@ class Prediction:
         bands: of a run that anybody may have started, by figure ("allocated", "reserved", "device", "tokens_per_s"), as
             (below, above): in 9 of 10 published runs the measured figure lay from predicted x (1 - below) to
             predicted x (1 + above); "needed": of the device peak without what PyTorch caches and gives back. Empty for
-            a plan's own setup, but for an engine's speed, and where samples that differ in length matter.
+            a plan's own setup, but for an engine's speed, that over links nobody has measured, and where samples that
+            differ in length matter.
         step_time_s, tokens_per_s: None where the level does not predict speed.
         time_parts_s: where the time goes, by operator class.
         notes: what a person must know (a math-kernel fallback, an assumption), one sentence each.

@@ -3,8 +3,9 @@ table and search chooses from.
 
 One GPU is a layout of one. With several, in stages: replicated and sharded data parallelism always; tensor and pipeline
 parallelism where those leave out a method that the tree prefers, or spend too much of the step on communication;
-offloading to the host only where nothing else surely fits, because its speed hangs on a slow link and its room on
-memory that the planner does not know. The method is preferred (`decision.tree.preferred_nodes`) among what fits so.
+offloading to the host only where nothing else surely fits, or still communicates as much, because its speed hangs on a
+slow link and its room on memory that the planner does not know. The method is preferred
+(`decision.tree.preferred_nodes`) among what fits so.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,8 @@ from planner.planning.walk import WalkedSetup
 from planner.setup.outcome import Candidate
 
 COMMUNICATION_LIMIT = 0.25
-"""Above this share of the step for communication, tensor and pipeline parallelism are compared as well."""
+"""Above this share of the step for communication, tensor and pipeline parallelism are compared as well, and above it
+still with them, offloading: what it frees is room for a larger micro-batch per gather."""
 _FIRST = ("replicate", "shard", "other")
 Values = Mapping[str, tuple[Any, ...]]
 
@@ -78,10 +80,7 @@ def choose(
     node = choose_node(results.nodes(), workload, from_host=workload.num_gpus == 1 and workload.offloads)
     if workload.num_gpus == 1:
         return taken(node)
-    best = results.nodes()[node].best() if node is not None else None
-    slow = (
-        best is not None and communication_share(candidate(workload, best.setup, padding=False)) > COMMUNICATION_LIMIT
-    )
+    slow = _slow(workload, results, node)
     left_out = _better_left_out(workload, results, node)
     if node is None or slow:
         walk(values, ("split",))
@@ -95,7 +94,8 @@ def choose(
         walk(narrowed, ("split",))
     split = node is None or slow
     node = choose_node(results.nodes(), workload)
-    if node is None or not results.nodes()[node].sure:  # what only may fit is no answer where something surely does
+    sure = node is not None and results.nodes()[node].sure  # what only may fit is no answer where something surely does
+    if not sure or (slow and _slow(workload, results, node)):
         walk(values, ("offload",) if split else ("split", "offload"))
     # a quantized base takes a quarter of the host's memory and of the traffic: it stays unless clearly slower
     return taken(choose_node(results.nodes(), workload, from_host=node is None))
@@ -109,6 +109,14 @@ def choose_alone(workload: Workload, cache: WalkCache | None = None) -> Candidat
     except UsageError:
         return None
     return candidate(workload, best.setup) if best is not None else None
+
+
+def _slow(workload: Workload, results: WalkResults, node: Node | None) -> bool:
+    """Whether the fastest setup of a node spends too much of its step on communication."""
+    best = results.nodes()[node].best() if node is not None else None
+    if best is None:
+        return False
+    return communication_share(candidate(workload, best.setup, padding=False)) > COMMUNICATION_LIMIT
 
 
 def _better_left_out(workload: Workload, results: WalkResults, node: Node | None) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from planner.memory.model import rank_memories
 from planner.memory.states import weight_bytes
 from planner.memory.workload import Workload
 from planner.planning.decision.candidates import candidate, communication_share
-from planner.planning.decision.layouts import Layout, all_layouts, fields_name, layout_key, layout_name
+from planner.planning.decision.layouts import FIRST_STAGES, Layout, all_layouts, fields_name, layout_key, layout_name
 from planner.planning.decision.node import Node, node_of_setup
 from planner.planning.decision.results import TIE_FRACTION, NodeResults, WalkResults
 from planner.planning.plan import Answer, NoPlan, Plan, PrunedBranch
@@ -46,10 +46,13 @@ def layout_answers(
     yield _split(workload, results, node, chosen)
     cuts = tuple(_pruned_layouts(workload, results, node, chosen, ("offload",)))
     if chosen.setup.offload == "none":
-        choice, reason = "no", "something fits on the GPUs alone, and the host's link is far slower than they are"
+        choice, reason = "no", "something fits on the GPUs alone, and is no slower"
     else:
-        choice = layout_name(chosen.setup)
-        reason = "nothing surely fits on the GPUs alone" if "offload" not in workload.fixed else "asked for"
+        choice, reason = layout_name(chosen.setup), "nothing surely fits on the GPUs alone"
+        if any(kept and kept.sure for *_, kept in _walked(results, node, (*FIRST_STAGES, "split"))):
+            reason = "what fits on the GPUs alone waits longer for their links"
+        if "offload" in workload.fixed:
+            reason = "asked for"
     yield Answer("Must states move to the host's memory?", choice, reason, cuts=cuts)
     if chosen.setup.has_reference:
         yield _reference(workload, chosen.setup)

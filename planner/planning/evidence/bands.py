@@ -17,7 +17,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.models.spec import LIKE_BERT, ModelSpec
 from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
-from planner.setup.outcome import Band, Prediction
+from planner.setup.outcome import Band, Prediction, speed_sides
 
 DRY_RUN_BAND = 0.02
 """What the dry run errs by on a trainer's step with current versions (docs/accuracy)."""
@@ -313,7 +313,7 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
     time = prediction.time_band_fraction
     # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it
     if time is not None:
-        sides = Band.of_time(time)
+        sides = speed_sides(time, prediction.bands) or Band.of_time(time)
         if "tokens_per_s" in bands and setup.stack not in TRAINERS:
             sides = sides.wider(Band(*bands["tokens_per_s"]))
         time, bands["tokens_per_s"] = max(time, 1 / (1 - sides.below) - 1), sides

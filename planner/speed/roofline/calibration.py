@@ -107,7 +107,7 @@ class LayoutConstants:
 
     nvlink_share: float = 0.75
     pcie_share: float = 0.65
-    pcie_staged_share: float = 0.35
+    pcie_staged_share: float = 0.17
     network_share: float = 0.8
     host_copy_share: float = 0.8
     collective_s: float = 1.5e-5

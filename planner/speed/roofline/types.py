@@ -46,6 +46,7 @@ class StepTime:
         mfu_fraction: `flops` over the step time and the data sheet's rate for the compute type.
         tokens_per_s: tokens of all GPUs per second, padding included.
         band_fraction: half-width of the 90 % band: the truth lies within step_time_s x or / (1 + band).
+        faster_fraction: by how much higher tokens/s may be, where that is less.
         notes: what a person must know, one sentence each.
     """
 
@@ -55,6 +56,7 @@ class StepTime:
     mfu_fraction: float
     tokens_per_s: float
     band_fraction: float
+    faster_fraction: float | None = None
     notes: tuple[str, ...] = field(default=())
 
     def share(self, part: str) -> float:
@@ -148,6 +150,7 @@ def _conditions_of(stack: str, reentrant: bool, compiled: bool, fsdp_version: in
         rented_host=by.trainer_overhead,
         torch_nf4=by.torch_nf4 and not compiled,
         cudnn_attention=True,
+        fp32_reduction=by.reduces_fp32,
         fsdp_1=fsdp_version == 1,
     )
     return CURRENT if conditions == CURRENT else conditions

@@ -95,6 +95,20 @@ class Collectives:
         return max(within, sent_bytes * group.sharing / self._between)
 
 
+PCIE_SPREAD = 3.4
+"""How many times slower or faster collectives over PCIe may be than counted: nine in ten of the figures that people
+published lie within, by board, CPU, lanes, and whether NCCL finds a PCIe switch (it goes through the host across a
+CPU's root ports: NCCL 2.28 `graph/paths.cc`).
+
+Bus bandwidth of large messages over the nominal rate, nccl-tests, all staged by the host: 2080 Ti 0.25 (2 cards on one
+switch, PCIe 3), RTX 4090 0.05 (2, over two CPUs), 0.07, 0.12 and 0.08 (2, 2, 4), RTX 5090 0.56 and 0.44 (4, 8:
+NVIDIA/nccl issue 1639), A40 0.12 and 0.04 (2, 4), A100 0.17 (4, NCCL_P2P_DISABLE); of training over FSDP RTX 3090 0.18
+(fsdp_qlora-572, 570), RTX 4090 0.49 (fsdp_qlora-584) and 0.17 (peft_experiments-005). Geometric mean 0.16 to 0.17,
+which is `pcie_staged_share`. Cards that reach each other: A100 PCIe 0.82 and 0.63 (nccl-tests issue 178), RTX 4090 and
+5090 with a patched driver 0.78 and 0.72; RTX 6000 Ada by its training about 0.2, RTX A5000 0.45.
+"""
+
+
 def link_rate(cluster: Cluster, link: Link, constants: LayoutConstants) -> float:
     """Bytes per second that collectives reach on a link: of one GPU within a node, of a whole node between nodes.
 
@@ -104,6 +118,8 @@ def link_rate(cluster: Cluster, link: Link, constants: LayoutConstants) -> float
         return link.bytes_per_s * constants.nvlink_share
     if link.kind == "network":
         return link.bytes_per_s * constants.network_share
+    if link.kind == "measured":
+        return link.bytes_per_s
     staged = "GeForce" in cluster.gpu.driver_name
     return link.bytes_per_s * (constants.pcie_staged_share if staged else constants.pcie_share)
 

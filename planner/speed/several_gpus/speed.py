@@ -6,9 +6,12 @@ where the engine prefetches or reduces in the background, unit by unit; what is 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import exp, hypot, log
 from operator import attrgetter
 from typing import NamedTuple
 
+from planner.core.notes import risk
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines.base import ONE_GPU
@@ -20,7 +23,7 @@ from planner.speed.roofline import CURRENT, PARTS, Calibration, Conditions, Step
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.rented import collated_s
 from planner.speed.several_gpus import collectives as offload
-from planner.speed.several_gpus.collectives import Collectives, pipeline_s
+from planner.speed.several_gpus.collectives import PCIE_SPREAD, Collectives, link_rate, pipeline_s
 from planner.speed.several_gpus.compute import Rank
 from planner.speed.several_gpus.exchange import DataParallel, context_s, experts_s, hand_over_s, tensor_s
 from planner.speed.several_gpus.traffic import computed, traffic_of
@@ -141,6 +144,14 @@ class Loop:
             loop = self._siblings[key] = Loop(self._links, gpu, setup, used, stack, self)
         return loop
 
+    def at_link(self, times_faster: float) -> "Loop":
+        """The same with links within a node of so many times their rate."""
+        gpu, used, stack = self._given
+        cluster = self._links.cluster
+        within = replace(cluster.within, bytes_per_s=cluster.within.bytes_per_s * times_faster)
+        links = Links(self._links.model, self._setup, replace(cluster, within=within), used, stack)
+        return Loop(links, gpu, self._setup, used, stack, self)
+
     def at(self, seqs: int) -> list[Stage]:
         """Every distinct rank's micro-batch of so many sequences."""
         stages = self._stages.get(seqs)
@@ -227,6 +238,8 @@ class Loop:
         return [micro * tokens * steps / self.step_s(optimizer, micro, steps) for micro, steps in pairs]
 
 
+LINK_MATTERS = 1.5
+"""How many times its own band a step's band must be for people to be told that its links decide."""
 SLOW_HOST_BAND = 1.4
 """How much longer the host's part of a step may take, as a fraction: CPU-Adam moves what the host's memory does, and
 its rate was fitted on servers (124 GB/s a node). Two channels of DDR4-3200 move 51 GB/s at most.
@@ -272,15 +285,40 @@ class LayoutProfile:
         unmeasured += SLOW_HOST_BAND * parts.get("offload", 0.0) / total
         band = max(band, self._calibration.bands.get("spread", band))
         compared = speed_band(band, setup.kernels, self._cluster.gpu.key, compiled=setup.compiled)
+        band = max(compared + unmeasured, profile.judged)
+        slower, faster = self._link_sides(setup, total, band)
         return StepTime(
             step_time_s=total,
             parts_s=parts,
             flops=flops,
             mfu_fraction=profile.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
-            band_fraction=max(compared + unmeasured, profile.judged),
-            notes=(*profile.notes(), *self._notes()),
+            band_fraction=slower,
+            faster_fraction=faster if faster < slower else None,
+            notes=(*profile.notes(), *self._notes(), *self._link_note(slower > LINK_MATTERS * band)),
         )
+
+    def _link_note(self, decides: bool) -> list[str]:
+        if not decides:
+            return []
+        rate = link_rate(self._cluster, self._cluster.within, self._calibration.layout_constants)
+        return [
+            risk(
+                f"how fast PCIe is between these GPUs decides the speed, and only the machine says: {rate / 1e9:.0f} "
+                "GB/s are counted, others reach a third to three times that; --interconnect 6GB/s gives what nccl-tests"
+                " measures (busbw)"
+            )
+        ]
+
+    def _link_sides(self, setup: TrainSetup, total: float, band: float) -> tuple[float, float]:
+        """By how much longer and shorter the step may take, where its own band is `band` and nobody knows how fast PCIe
+        is between these GPUs: both are independent."""
+        if self._cluster.within.kind != "pcie":
+            return band, band
+        steps = setup.optimizer, setup.micro_batch_seqs, setup.accumulation_steps
+        times = (self._loop.at_link(factor).step_s(*steps) for factor in (1 / PCIE_SPREAD, PCIE_SPREAD))
+        slower, faster = (exp(hypot(log(1 + band), log(other / total))) - 1 for other in times)
+        return slower, faster
 
     def _notes(self) -> list[str]:
         if self._setup.expert_degree > 1:

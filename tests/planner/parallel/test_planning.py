@@ -197,6 +197,14 @@ def test_offloading_only_where_nothing_else_fits() -> None:
     assert chosen_for("Qwen/Qwen2.5-7B", "rtx-4090", 4).chosen.setup.offload == "none"
 
 
+def test_offloading_where_slow_links_leave_room_for_no_larger_micro_batch() -> None:
+    """Two RTX 4090 that offload were else planned 1.6 times as fast as four that do not (November 2026)."""
+    fixed = {"method": ("full",), "precision": ("bf16-pure",), "loss": ("liger",)}
+    plan = chosen_for("meta-llama/Llama-3.1-8B", "rtx-4090", 4, fixed=fixed)
+    assert plan.chosen.setup.offload == "parameters"
+    assert "waits longer for their links" in answer(plan, "host").reason
+
+
 def test_offloaded_a_quantized_base_stays_unless_clearly_slower() -> None:
     """32B on two cards of 24 GB: a quarter of the host's memory at the same speed."""
     plan = chosen_for("Qwen/Qwen2.5-32B", "rtx-4090", 2, fixed={"offload": ("parameters",)})
@@ -210,7 +218,7 @@ def test_a_quantized_base_that_no_card_loads_whole_is_dealt_out_by_layers() -> N
     dealt = chosen_for("meta-llama/Llama-3.1-70B", "rtx-4090", 4, fixed=fixed)
     assert dealt.chosen.setup.parallel == "device-map"
     assert "makes the whole quantized model (36.80 GiB) on every GPU" in dealt.notes[0]
-    cut = chosen_for("meta-llama/Llama-3.1-70B", "a6000", 2, fixed=fixed)
+    cut = chosen_for("meta-llama/Llama-3.1-70B", "a6000", 2, interconnect="nvlink", fixed=fixed)
     assert cut.chosen.setup.parallel == "fsdp2"
     card, model, setup = find_gpu("rtx-4090"), cut.workload.model, cut.chosen.setup
     assert any("before FSDP2 cuts it" in reason for reason in cannot_run(model, card, setup))

@@ -12,10 +12,11 @@ from planner.models.spec import ModelSpec
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from planner.speed.roofline import step_time
+from planner.speed.roofline import conditions_of, step_time
 from planner.speed.roofline.calibration import load_calibration
-from planner.speed.several_gpus.collectives import Collectives, group_of, optimizer_s
+from planner.speed.several_gpus.collectives import Collectives, group_of, link_rate, optimizer_s
 from planner.speed.several_gpus.speed import LAYOUT_PARTS, layout_profile, layout_step_time
+from planner.speed.several_gpus.traffic import traffic_of
 from planner.speed.sized import ProgramSpeed
 
 A100 = find_gpu("a100-80gb")
@@ -285,3 +286,47 @@ def test_a_larger_rank_is_no_faster_where_another_structures_program_corrects_th
     steps = [layout_step_time(mixture, card, each, make_cluster(card, 8)).step_time_s for each in made]
     assert steps == sorted(steps)
     assert steps[0] < steps[-1]
+
+
+@pytest.mark.parametrize(("key", "interconnect", "least"), [("rtx-4090", None, 1.9), ("a100-80gb", "pcie", 0.9)])
+def test_nobody_knows_how_fast_pcie_is_between_gpus(key: str, interconnect: str | None, least: float) -> None:
+    """2 x RTX 4090 under FSDP 1: 12.8 s measured (peft_experiments-005), 5.3 s and 22 % said until November 2026."""
+    gpu = find_gpu(key)
+    cluster = make_cluster(gpu, 8, interconnect=interconnect)
+    waits = layout_step_time(model(), gpu, setup("fsdp2"), cluster)
+    hidden = layout_step_time(model(), gpu, setup("ddp", method="lora", lora_rank=16, micro_batch_seqs=4), cluster)
+    assert waits.band_fraction > least
+    assert hidden.band_fraction < 0.35
+    assert waits.faster_fraction is not None
+    assert 0 < waits.faster_fraction < waits.band_fraction
+    assert any("--interconnect 6GB/s" in note for note in waits.notes)
+    rate = link_rate(cluster, cluster.within, load_calibration().layout_constants)
+    measured = layout_step_time(
+        model(), gpu, setup("fsdp2"), make_cluster(gpu, 8, interconnect=f"{rate / 1e9:.9f}GB/s")
+    )
+    assert measured.step_time_s == pytest.approx(waits.step_time_s, rel=1e-6)
+    assert measured.band_fraction < 0.35
+
+
+def test_a_bridge_is_said_and_not_taken_for_granted() -> None:
+    assert make_cluster(find_gpu("rtx-3090"), 2).within.kind == "pcie"
+    assert make_cluster(find_gpu("rtx-3090"), 2, interconnect="nvlink").within.kind == "nvlink"
+    assert make_cluster(find_gpu("h100-nvl"), 2).within.kind == "nvlink"
+
+
+@pytest.mark.parametrize(("compiled", "waits"), [(False, True), (True, False)])
+def test_dtensor_dispatches_what_tensor_parallelism_cuts(compiled: bool, waits: bool) -> None:
+    """Qwen3-32B over 8 H100s, 2,048 tokens: 1.35 s (tp_benchmark-002), 0.46 said until November 2026."""
+    cut = setup("none", tensor_degree=8, micro_batch_seqs=1, seq_len_tokens=2048, checkpointing=1, compile=compiled)
+    gpu = find_gpu("h100-sxm")
+    host_s = layout_step_time(model(), gpu, cut, make_cluster(gpu, 8)).parts_s["host"]
+    assert (host_s > 0.2) is waits
+
+
+def test_torchtitan_reduces_gradients_in_fp32() -> None:
+    """Its `mixed_precision_reduce`; transformers' FSDP2 reduces in the type it gathers."""
+    sent = {
+        stack: traffic_of(model(), setup("fsdp2"), conditions_of(setup("fsdp2", stack=stack)))
+        for stack in ("trl", "torchtitan")
+    }
+    assert sent["torchtitan"].gradient_bytes == 2 * sent["trl"].gradient_bytes
