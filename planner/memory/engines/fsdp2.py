@@ -352,7 +352,7 @@ def _reducing(
     """
     shards, size, local_size = setup.shards, SIZE_BYTES[trained.dtype], SIZE_BYTES[local.dtype]
     in_fp32 = setup.sharded_at_loading and setup.autocast_dtype is not None  # transformers' own policy
-    wide = SIZE_BYTES["fp32"] if in_fp32 else size
+    wide = SIZE_BYTES["fp32"] if in_fp32 or setup.trainer.reduces_fp32 else size
     cast = local_size if local_size != wide else 0
     layer, tail = size * groups.layer_trained, size * groups.tail_trained
     table, waiting = (groups.tail_trained, tail) if model.tied else (groups.embedding_trained, 0)

@@ -1,6 +1,7 @@
 """The memory of ranks: the ZeRO paper's table, hand-computed buffers, and what must hold whatever the model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from planner.memory.workspace import (
     communicator_bytes,
 )
 from planner.models.spec import ModelSpec
+from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
 from planner.setup.allowed import SHARDED
 from planner.setup.memory_terms import MemoryBreakdown
@@ -343,3 +345,14 @@ def test_axolotl_shards_as_loaded_and_keeps_one_root_gathered(
     setup = TrainSetup(**values)
     peak_bytes = predict_memory(loaded(name), find_gpu("h100-sxm"), setup).peak_allocated_bytes
     assert peak_bytes / GIB == pytest.approx(dry_gib, rel=0.02)
+
+
+def test_torchtitan_reduces_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own policy (mixed_precision_reduce): the reduce-scatter's input is twice as wide."""
+    setup = TrainSetup(**FULL, stack="torchtitan", num_gpus=8, parallel="fsdp2", loss="full", checkpointing=1)
+    in_fp32 = _worst(setup).phase_bytes["backward"]
+    half = replace(STACKS["torchtitan"], reduces_fp32=False)
+    monkeypatch.setattr(TrainSetup, "trainer", half)
+    block, (table, *_) = loaded().layer_kinds[0], loaded().embeddings
+    more = in_fp32 - _worst(setup).phase_bytes["backward"]
+    assert 2 * sum(linear.num_weights for linear in block.linears) < more < 2 * table.num_params
