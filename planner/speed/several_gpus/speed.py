@@ -246,6 +246,9 @@ its rate was fitted on servers (124 GB/s a node). Two channels of DDR4-3200 move
 
 Source: JEDEC JESD79-4. Two TITAN RTX with GPT-2 XL under ZeRO-3 took longer still (huggingface/blog
 accelerate-deepspeed.md: 362 tokens/s, 2,740 predicted)."""
+DTENSOR_BAND = 0.25
+"""The same of the host's part under tensor parallelism, whose dispatch was timed on a CPU alone: of two runs that wait
+for it one took 15 % less and one 15 % longer than said (tp_benchmark)."""
 
 
 class LayoutProfile:
@@ -283,6 +286,7 @@ class LayoutProfile:
         band = max(self._calibration.band_for(self._cluster.gpu), DEALT_BAND if setup.expert_degree > 1 else 0.0)
         unmeasured = profile.unmeasured_fraction(setup.micro_batch_seqs, steps, parts)
         unmeasured += SLOW_HOST_BAND * parts.get("offload", 0.0) / total
+        unmeasured += DTENSOR_BAND * (setup.tensor_degree > 1) * parts.get("host", 0.0) / total
         band = max(band, self._calibration.bands.get("spread", band))
         compared = speed_band(band, setup.kernels, self._cluster.gpu.key, compiled=setup.compiled)
         band = max(compared + unmeasured, profile.judged)
