@@ -223,11 +223,13 @@ def step_dtype_policy(model: ModelSpec, setup: TrainSetup) -> DtypePolicy:
     widens.
 
     nn.LayerNorm returns fp32 under autocast, so the stream of a model with LayerNorm is fp32 from its first layer on
-    where matrices return their input's type (`DtypePolicy.returns_input`).
+    where one stands behind the embeddings, as encoders' does, or matrices return their input's type
+    (`DtypePolicy.returns_input`).
     """
     dtypes = dtype_policy_of(setup)
     traits = model.traits
-    if dtypes.autocast and (traits.streams > 1 or (dtypes.returns_input and traits.norm == "layer")):
+    widened = dtypes.returns_input or model.reads_both_ways
+    if dtypes.autocast and (traits.streams > 1 or (widened and traits.norm == "layer")):
         return replace(dtypes, residual="fp32")
     return dtypes
 

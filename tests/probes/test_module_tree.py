@@ -230,13 +230,15 @@ def test_an_unknown_architecture_is_planned(specs: Mapping[str, ModelSpec], name
         {"method": "full", "precision": "fp32", "checkpointing": 0},
         {"method": "full", "precision": "bf16-mixed", "checkpointing": 0, "attention": "eager"},
         {"method": "lora", "precision": "bf16-autocast", "checkpointing": 0, "lora_targets": "attention"},
+        {"method": "lora", "precision": "bf16-autocast", "checkpointing": 1},
         {"method": "lora", "precision": "fp32", "checkpointing": 0, "adapter": "prompt"},
         {"method": "lora", "precision": "fp32", "checkpointing": 0, "adapter": "ia3", "lora_rank": 0},
     ],
-    ids=["fp32", "eager", "attention", "prompt", "ia3"],
+    ids=["fp32", "eager", "attention", "checkpointed", "prompt", "ia3"],
 )
 def test_an_encoders_layers_are_counted(name: str, fields: dict[str, Any]) -> None:
-    """Norms behind the sums, dropouts, a gate in one matrix, values that stay a view of one projection; adapters."""
+    """Norms behind the sums, dropouts, a gate in one matrix, values that stay a view of one projection; adapters, and
+    checkpoints in fp32, as autocast's LayerNorm behind the embeddings makes them."""
     spec = spec_of_tree({"model_type": name, **WITH_IMAGES[name]}, model_id=name, source="a test")
     assert not any(layer.parallel_residual for layer in spec.layer_kinds)
     fields = {"lora_rank": 0 if fields["method"] == "full" else 8, **fields}
