@@ -20,6 +20,7 @@ from planner.core.errors import EXIT_NOTHING_FITS, EnvironmentProblem, PlannerEr
 from planner.core.notes import Place, place_of, risk
 from planner.core.records import dataclass
 from planner.frameworks.exporters import Launch
+from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload
 from planner.models.families import spec_from_sizes
 from planner.models.spec import ModelSpec
@@ -51,8 +52,8 @@ class FileOptions:
         typer.Option(help="Also a job file: slurm, skypilot, dstack, kubernetes or hf-jobs; repeatable. Needs --out."),
     ] = None
 
-    def check_job(self, workload: Workload) -> None:
-        """Refuses, before anything is planned, a scheduler that does not have the GPUs.
+    def check_job(self, gpu: str, request: RequestOptions) -> None:
+        """Refuses, before the data are read and anything is planned, a scheduler that does not have the GPUs.
 
         Raises:
             UsageError: the reason.
@@ -63,9 +64,9 @@ class FileOptions:
 
         if self.out is None:
             raise UsageError("--job writes a file", hint="add --out DIR")
-        check(
-            self.job, workload.gpu, workload.num_gpus, workload.cluster.num_nodes if workload.cluster is not None else 1
-        )
+        card = find_gpu(gpu)
+        cluster = request.cluster(card)
+        check(self.job, card, request.gpus or 1, cluster.num_nodes if cluster is not None else 1)
 
     def targets(self, gpus: int | None) -> tuple[str, ...]:
         """The targets to plan for; refuses, before anything is planned, what writing and tracing would refuse after it.
@@ -161,6 +162,7 @@ def make(
             request.gpus or 1, first=None if data.dataset else lambda config: say_first(config, partial(asked_for, gpu))
         )
     try:
+        files.check_job(gpu, request)
         workload = asked_for(gpu, lookup=lookup)
     except UnknownGpuError as error:
         if 1 < len(error.could_be) <= MAX_CARDS and not as_json:
@@ -169,7 +171,6 @@ def make(
             answers = [(card, answered(asked_for(card), dry_run=False, history=False)) for card in error.could_be]
             render_comparison(answers, console(stderr=True))  # by the formula; the error asks which it is
         raise
-    files.check_job(workload)
     options.announced(workload.model)
     options.announced(workload.gpu)
     written = _Written(levels.answer(workload, local=gpu.lower() == "local"))
