@@ -5,7 +5,7 @@ today of its model and setup; the errors move the plan's predictions as they do 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,18 +33,18 @@ FASTER_BY = 1.01
 QUESTION = "What do earlier probes of this GPU say?"
 
 
-def history_of(workload: Workload, store: Path | None = None) -> tuple["Observation", ...]:
-    """The store's measurements of this GPU, oldest first, each beside today's formula. Only of models whose
-    configuration is at hand (the request's own, the catalogue's), and of jobs on one GPU.
-
-    Args:
-        store: default: the user's.
-    """
+def outcomes(store: Path | None = None) -> tuple["Record", ...]:
+    """The last outcome of every setup in the store (default: the user's), which is read and checked once for all that
+    is asked of it: 0.13 ms each."""
     path = store if store is not None else machine.default_store_path()
-    if not path.exists():
-        return ()
+    return machine.open_store(path).latest() if path.exists() else ()
+
+
+def history_of(workload: Workload, records: Iterable["Record"]) -> tuple["Observation", ...]:
+    """The measurements of this GPU, oldest first, each beside today's formula. Only of models whose configuration is at
+    hand (the request's own, the catalogue's), and of jobs on one GPU."""
     observations = []
-    for record in machine.open_store(path).latest():
+    for record in records:
         observation = _observation(record, workload)
         if observation is not None:
             observations.append(observation)
@@ -59,14 +59,13 @@ CONTEXT_BYTES = (64 * MIB, 4 * GIB)
 """What can be a training process's context: less or more beside its segments is something else."""
 
 
-def with_known_context(workload: Workload, store: Path | None = None) -> Workload:
+def with_known_context(workload: Workload, records: Iterable["Record"]) -> Workload:
     """The request on its card with the CUDA context that was last measured there: by a launch file's own run, else by a
     probe. Of one GPU."""
-    path = store if store is not None else machine.default_store_path()
-    if workload.num_gpus > 1 or not path.exists():
+    if workload.num_gpus > 1:
         return workload
     seen: dict[bool, int] = {}
-    for record in machine.open_store(path).latest():
+    for record in records:
         outcome = record.outcome
         if (
             not isinstance(outcome, Measurement)

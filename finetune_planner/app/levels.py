@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from finetune_planner.app.history import history_of, with_history, with_known_context
+from finetune_planner.app.history import history_of, outcomes, with_history, with_known_context
 from planner.core.errors import UsageError
 from planner.core.install import install_command
 from planner.core.notes import risk
@@ -167,8 +167,9 @@ def answered(workload: Workload, *, dry_run: bool = True, history: bool = True) 
     from planner.planning.targets import with_engine_note, with_one_node_note
 
     usual, workload = workload.usual_length, replace(workload, usual_length=False)
-    workload = with_known_context(workload) if history else workload
-    observations, walked = history_of(workload) if history else (), WalkCache()
+    records, walked = outcomes() if history else (), WalkCache()
+    workload = with_known_context(workload, records)
+    observations = history_of(workload, records)
     answer = _answered(workload, observations, walked, dry_run=dry_run)
     if isinstance(answer, NoPlan) and usual:
         answer = _of_a_shorter_length(workload, observations, walked, dry_run=dry_run) or answer

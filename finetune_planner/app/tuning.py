@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_planner.app import machine
-from finetune_planner.app.history import history_of
+from finetune_planner.app.history import history_of, outcomes
 from finetune_planner.app.progress import ProgressLine, say
 from finetune_planner.app.time_left import TimeIsUp, cpu_flops_per_s, least_probe_s, until
 from planner import __version__
@@ -439,7 +439,7 @@ class _Learned:
         """What is known before the first probe."""
         from search.corrections import as_transfer_observations
 
-        observations = history_of(self._request, self._store)
+        observations = history_of(self._request, outcomes(self._store))
         if self._request.num_gpus > 1:
             several = self._kept.load(self._place, formula_version=__version__)
             observations = (*observations, *(observation for observation in several if observation.setup.num_gpus > 1))

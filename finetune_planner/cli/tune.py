@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from finetune_planner.app.history import with_known_context
+from finetune_planner.app.history import outcomes, with_known_context
 from finetune_planner.app.machine import needs_search
 from finetune_planner.app.progress import ProgressLine
 from finetune_planner.app.tuning import DEFAULT_PROBES, Tuning, on_this_machine, tune_plan
@@ -111,7 +111,7 @@ def tune(
     wanted = replace(request.request(), goal=how.goal).probed(absent_packages())
     workload = wanted.workload(spec, card, request.cluster(card))
     on_this_machine(workload)
-    workload = with_known_context(workload, store)
+    workload = with_known_context(workload, outcomes(store))
     plan = plan_workload(workload)
     line.close()
     if isinstance(plan, Plan):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune_planner.app.history import QUESTION, history_of, with_history
+from finetune_planner.app import machine
+from finetune_planner.app.history import QUESTION, history_of, outcomes, with_history
 from finetune_planner.app.tuning import Tuning, tune_plan
 from finetune_planner.cli.app import run
 from planner.memory.workload import Workload
@@ -64,7 +65,7 @@ def test_a_slower_card_than_predicted_lowers_the_plans_speed_and_says_so(tmp_pat
     before = planned(workload)
     for candidate in before.ranked[:4]:
         measured(store, workload, candidate.setup, speed=0.7)
-    history = history_of(workload, store)
+    history = history_of(workload, outcomes(store))
     assert [observation.setup for observation in history] == [candidate.setup for candidate in before.ranked[:4]]
     after = with_history(before, history)
     assert 0.65 < after.chosen.tokens_per_s / before.chosen.tokens_per_s < 0.95
@@ -81,7 +82,7 @@ def test_what_was_measured_slow_loses_to_a_rival(tmp_path: Path) -> None:
     measured(store, workload, before.chosen.setup, speed=0.3)
     for candidate in before.ranked[1:6]:
         measured(store, workload, candidate.setup, speed=1.0)
-    after = with_history(before, history_of(workload, store))
+    after = with_history(before, history_of(workload, outcomes(store)))
     assert after.chosen.setup != before.chosen.setup
     assert after.chosen.fits
     assert after.ranked[0] == after.chosen
@@ -95,7 +96,7 @@ def test_full_rows_that_were_measured_fast_do_not_displace_what_padding_leaves_f
     rival = next(each for each in rivals if each.tokens_per_s > 1.02 * before.chosen.tokens_per_s)
     for candidate in (before.chosen, rival):
         measured(store, workload, candidate.setup, speed=1.0)
-    after = with_history(before, history_of(workload, store))
+    after = with_history(before, history_of(workload, outcomes(store)))
     assert (after.chosen.setup, after.chosen.setup.attention) == (before.chosen.setup, "flash-attention-2")
 
 
@@ -107,9 +108,9 @@ def test_only_this_gpus_measurements_of_known_models_count(tmp_path: Path) -> No
     measured(store, other_workload, setup, speed=0.5)
     changed = replace(workload.model, config={**workload.model.config, "hidden_size": 64})
     measured(store, replace(workload, model=changed), setup, speed=0.5)
-    assert history_of(workload, store) == ()
+    assert history_of(workload, outcomes(store)) == ()
     measured(store, plan_request(OTHER), setup, speed=0.5)
-    (observation,) = history_of(workload, store)
+    (observation,) = history_of(workload, outcomes(store))
     assert observation.model == OTHER
     assert observation.speed_error == pytest.approx(-0.693, abs=0.001)
 
@@ -117,7 +118,7 @@ def test_only_this_gpus_measurements_of_known_models_count(tmp_path: Path) -> No
 def test_without_measurements_nothing_changes(tmp_path: Path) -> None:
     workload = plan_request(MODEL)
     plan = planned(workload)
-    assert history_of(workload, tmp_path / "none.jsonl") == ()
+    assert history_of(workload, outcomes(tmp_path / "none.jsonl")) == ()
     assert with_history(plan, ()) is plan
 
 
@@ -127,12 +128,16 @@ def test_the_plan_command_uses_the_store_and_can_leave_it_out(
     workload, store = plan_request(MODEL), tmp_path / "store.jsonl"
     measured(store, workload, TrainSetup(), speed=0.5)
     monkeypatch.setenv("FINETUNE_PLANNER_STORE", str(store))
+    opened: list[Path | None] = []
+    open_store = machine.open_store
+    monkeypatch.setattr(machine, "open_store", lambda path: opened.append(path) or open_store(path))
 
     def told(*more: str) -> str:
         assert run([MODEL, "--gpu", workload.gpu.key, "--no-dry-run", *more]) == 0
         return capsys.readouterr().out
 
     assert QUESTION in told("--json=full")
+    assert opened == [store]  # 100,000 outcomes take 13 s to read and check
     assert QUESTION not in told("--json=full", "--no-history")
     assert "earlier probes" in told("--all")
 
@@ -153,4 +158,4 @@ def test_a_search_begins_with_what_the_store_knows(tmp_path: Path, monkeypatch: 
     failure = ProbeFailure(level=Fidelity.PROBE, kind=FailureKind.CRASHED, message="no GPU here")
     how = Tuning(store=store, dry_run=False, budget=Budget(max_probes=1))
     tune_plan(planned(workload), how, evaluate=lambda setup: failure)
-    assert tuple(given) == history_of(workload, store) != ()
+    assert tuple(given) == history_of(workload, outcomes(store)) != ()
