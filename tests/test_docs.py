@@ -39,20 +39,12 @@ DRY_RUNNING = ("make", "estimate", "check", "compare", "probe", "race", "tune")
 UNLISTED = "Qwen2.5-VL-7B-Instruct"
 """A model that people download and the catalogue lacks, as its config.json has it."""
 UNLISTED_CONFIG = {
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "model_type": "qwen2_5_vl",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 128000,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 152064,
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_size": 3584,
+    "intermediate_size": 18944, "max_position_embeddings": 128000, "num_attention_heads": 28, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 152064,
     "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
-}
+}  # fmt: skip
 
 
 class Command(NamedTuple):

@@ -92,14 +92,9 @@ def test_planner_imports_no_sibling_and_nothing_heavy() -> None:
 
 
 FLOORS = (
-    ("core",),
-    ("options",),
-    ("setup",),
-    ("models", "hardware", "samples"),
-    ("memory",),
-    ("speed", "frameworks"),
+    ("core",), ("options",), ("setup",), ("models", "hardware", "samples"), ("memory",), ("speed", "frameworks"),
     ("planning",),
-)
+)  # fmt: skip
 """The rooms of `planner` from the ground up: each knows only what lies below it."""
 
 
@@ -185,7 +180,6 @@ def test_every_import_is_declared(room: str) -> None:
     the script beside them installs in a venv of its own.
     """
     installed = re.search(r"setup\.sh (\S+)", (ROOT / "test.sh").read_text())
-    assert installed is not None
     available = declared(*installed[1].split(","), *(["bench"] if room == "benchmarks" else []))
     providers = {**NAMED_OTHERWISE, **distributions()}
     undeclared: dict[str, set[str]] = defaultdict(set)

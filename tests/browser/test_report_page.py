@@ -33,15 +33,8 @@ A4 = {"paperWidth": 8.27, "paperHeight": 11.69}
 MAX_PAGE_BYTES = 2 * 1000**2
 HOSTILE = "evil</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>'\"&{{7*7}}"
 CHART_KINDS = {
-    "memory-bars",
-    "phase-peaks",
-    "timeline",
-    "speed-memory",
-    "sensitivity",
-    "time-parts",
-    "accuracy",
-    "search-history",
-}
+    "memory-bars", "phase-peaks", "timeline", "speed-memory", "sensitivity", "time-parts", "accuracy", "search-history",
+}  # fmt: skip
 FOCUSED = "((e) => e.id || e.tagName + ('copy' in e.dataset ? '-copy' : ''))(document.activeElement)"
 SEARCH = {
     "trials": [

@@ -83,14 +83,10 @@ def test_configurations_of_a_directory_and_of_a_parquet_file(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["--gpus", "nonesuch"], 2),
-        (["--seq-lens", "long"], 2),
-        (["--methods", "magic"], 2),
-        (["--match", "no such model"], 2),
-        (["--configs", "/nonexistent"], 2),
-        (["--out", "/proc/nowhere"], 3),
+        (["--gpus", "nonesuch"], 2), (["--seq-lens", "long"], 2), (["--methods", "magic"], 2),
+        (["--match", "no such model"], 2), (["--configs", "/nonexistent"], 2), (["--out", "/proc/nowhere"], 3),
     ],
-)
+)  # fmt: skip
 def test_bad_input_has_a_hint(words: list[str], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["table", "--out", str(tmp_path), *words]) == code
     assert "hint: " in capsys.readouterr().err

@@ -26,38 +26,25 @@ INTERCHANGE = {
     "accumulation_steps": 1, "seq_len_tokens": 2048, "num_gpus": 1,
 }  # fmt: skip
 LEVEL_KEYS = {
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "peak_device_bytes",
-    "step_time_s",
-    "tokens_per_s",
-    "terms",
-}
+    "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_time_s", "tokens_per_s", "terms",
+}  # fmt: skip
 
 
 SPREAD = [
-    (["--gpus", "0"], "positive"),
-    (["--gpu", "2xrtx-3060"], "--gpu rtx-3060 --gpus 3"),
-    (["--gpus", "5000"], "positive"),
-    (["--nodes", "2"], "--gpus 2"),
-    (["--interconnect", "pcie"], "--gpus 2"),
-    (["--parallel", "ddp"], "--gpus 2"),
-    (["--tensor-degree", "2"], "--gpus 2"),
-    (["--no-reshard"], "--gpus 2"),
-    (["--gpus", "8", "--nodes", "3"], "multiple of --nodes"),
-    (["--gpus", "9"], "multiple of --nodes"),
-    (["--gpus", "4", "--interconnect", "nvlink"], "pcie"),
-    (["--gpus", "4", "--interconnect", "wifi"], "ib-400"),
+    (["--gpus", "0"], "positive"), (["--gpu", "2xrtx-3060"], "--gpu rtx-3060 --gpus 3"),
+    (["--gpus", "5000"], "positive"), (["--nodes", "2"], "--gpus 2"), (["--interconnect", "pcie"], "--gpus 2"),
+    (["--parallel", "ddp"], "--gpus 2"), (["--tensor-degree", "2"], "--gpus 2"), (["--no-reshard"], "--gpus 2"),
+    (["--gpus", "8", "--nodes", "3"], "multiple of --nodes"), (["--gpus", "9"], "multiple of --nodes"),
+    (["--gpus", "4", "--interconnect", "nvlink"], "pcie"), (["--gpus", "4", "--interconnect", "wifi"], "ib-400"),
     (["--gpus", "4", "--interconnect", "ib-400"], "--nodes"),
     (["--gpus", "4", "--parallel", "zero9"], "--parallel zero1"),
     (["--gpus", "4", "--offload", "disk"], "--offload none"),
-    (["--gpus", "4", "--schedule", "zigzag"], "--schedule 1f1b"),
-    (["--gpus", "4", "--tensor-degree", "0"], "positive"),
+    (["--gpus", "4", "--schedule", "zigzag"], "--schedule 1f1b"), (["--gpus", "4", "--tensor-degree", "0"], "positive"),
     (["--gpus", "4", "--tensor-degree", "3"], "degrees"),
     (["--gpus", "4", "--parallel", "dp", "--tensor-degree", "2"], "ddp or fsdp2"),
     (["--gpus", "4", "--parallel", "ddp", "--offload", "optimizer"], "leave one out"),
     (["--gpus", "64", "--global-batch", "32", "--parallel", "ddp"], "--global-batch 64"),
-]
+]  # fmt: skip
 """Words on several GPUs -> what the hint holds."""
 
 
@@ -243,17 +230,11 @@ VALUES = {
 }
 BARE = ["--no-reshard", "--reshard", "--json", "--packing", "--no-checkpointing", "--checkpointing", "--bogus"]
 RENTED = {
-    "--dataset-tokens": ["1", "1000000", "0", "-5", "x"],
-    "--deadline": ["24h", "1s", "never", "", "1e400h"],
-    "--budget": ["10", "0", "nan", "1e-9"],
-    "--epochs": ["3", "0", "inf"],
-    "--max-gpus": ["1", "4", "0", "7"],
-    "--interconnect": ["nvlink", "pcie", "ib-400", "pcie+ethernet-25", "wifi"],
-    "--global-batch": ["32", "3", "0"],
-    "--method": ["full", "lora", "dora"],
-    "--precision": ["bf16-autocast", "fp32"],
-    "--price": ["1.5", "-1"],
-}
+    "--dataset-tokens": ["1", "1000000", "0", "-5", "x"], "--deadline": ["24h", "1s", "never", "", "1e400h"],
+    "--budget": ["10", "0", "nan", "1e-9"], "--epochs": ["3", "0", "inf"], "--max-gpus": ["1", "4", "0", "7"],
+    "--interconnect": ["nvlink", "pcie", "ib-400", "pcie+ethernet-25", "wifi"], "--global-batch": ["32", "3", "0"],
+    "--method": ["full", "lora", "dora"], "--precision": ["bf16-autocast", "fp32"], "--price": ["1.5", "-1"],
+}  # fmt: skip
 
 
 def random_config(draw: random.Random) -> str:

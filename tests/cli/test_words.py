@@ -30,18 +30,13 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("line", "there", "missing"),
     [
-        ("plan which-g", "which-gpu", "Qwen"),
-        ("plan Qwen/Qwen2.5-1.5", "Qwen/Qwen2.5-1.5B-Instruct", "which-gpu"),
-        ("plan gpt2 --gpu rtx-409", "rtx-4090", "rtx-3090"),
-        ("plan --gpu rtx-409", "rtx-4090", "rtx-3090"),
-        ("plan make gpt2 --gpu rtx-409", "rtx-4090", "rtx-3090"),
-        ("plan estimate gpt2 --gpu loc", "local", "rtx-3090"),
-        ("plan which-cluster gpt2 --gpu h20", "h200", "a100"),
-        ("plan gpt2 --opti", "--optimizer", "--gpu"),
-        ("plan --vers", "--version", "Qwen"),
-        ("plan ", "estimate", "Qwen"),
+        ("plan which-g", "which-gpu", "Qwen"), ("plan Qwen/Qwen2.5-1.5", "Qwen/Qwen2.5-1.5B-Instruct", "which-gpu"),
+        ("plan gpt2 --gpu rtx-409", "rtx-4090", "rtx-3090"), ("plan --gpu rtx-409", "rtx-4090", "rtx-3090"),
+        ("plan make gpt2 --gpu rtx-409", "rtx-4090", "rtx-3090"), ("plan estimate gpt2 --gpu loc", "local", "rtx-3090"),
+        ("plan which-cluster gpt2 --gpu h20", "h200", "a100"), ("plan gpt2 --opti", "--optimizer", "--gpu"),
+        ("plan --vers", "--version", "Qwen"), ("plan ", "estimate", "Qwen"),
     ],
-)
+)  # fmt: skip
 def test_models_gpus_and_the_main_jobs_options_are_completed(
     line: str, there: str, missing: str, shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

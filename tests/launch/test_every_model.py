@@ -84,7 +84,6 @@ def settings(target: str, launch: Launch) -> tuple[str | None, Any]:
     if target == "hf":
         attention = re.search(r'attn_implementation="([^"]+)"', text)
         modules = re.search(r"target_modules=(.*),\n", text)
-        assert modules is not None
         return attention[1] if attention else None, ast.literal_eval(modules[1])
     values = yaml.safe_load(text)
     modules = values["lora_target_modules"]

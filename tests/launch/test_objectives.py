@@ -50,15 +50,9 @@ def related(num: int) -> list[dict[str, Any]]:
 
 
 ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
-    "dpo": pairs,
-    "kto": completions,
-    "reward": pairs,
-    "orpo": pairs,
-    "grpo": prompts,
-    "rloo": prompts,
-    "classification": labelled,
-    "embedding": related,
-}
+    "dpo": pairs, "kto": completions, "reward": pairs, "orpo": pairs, "grpo": prompts, "rloo": prompts,
+    "classification": labelled, "embedding": related,
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -181,7 +181,6 @@ def tiny(case: Case, place: Path) -> Path:
 def step(case: Case, out: Path, place: Path) -> None:
     """Data are made, and one step of the tiny model trains from the emitted file."""
     form = re.search(rf"(?m)^  {case.target}\)[\s\S]*?\n    ;;", (out / "launch" / "run.sh").read_text())
-    assert form is not None
     form = re.search(r"python launch/prepare_data.py (\w+)", form[0])
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")

@@ -32,7 +32,6 @@ def kind_of(entry: catalogue.CatalogueEntry) -> str:
 def _takes_text(entry: catalogue.CatalogueEntry) -> bool:
     """Whether its files are of next tokens: encoders alone and readers of pictures have tests of their own."""
     spec = catalogue.load(entry.model_id)
-    assert spec is not None
     return not spec.reads_both_ways and "causal" not in spec.lacks
 
 
@@ -89,7 +88,6 @@ def tiny_config(entry: catalogue.CatalogueEntry) -> dict[str, Any]:
     config.pop("quantization_config", None)
     text = config.get("text_config", config)
     spec = catalogue.load(entry.model_id)
-    assert spec is not None
     softmax = [
         attention for layer in spec.layer_kinds if (attention := layer.attention) and attention.kind == "softmax"
     ]
@@ -155,7 +153,6 @@ def tiny_spec(model_type: str) -> ModelSpec:
 def tiny_request(model_type: str, setup: TrainSetup) -> ExportRequest:
     """What an exporter is asked for the tiny model: two steps over rows of plain text."""
     spec = catalogue.load(TYPES[model_type].model_id)
-    assert spec is not None
     config = {**tiny_spec(model_type).config, **{k: v for k, v in spec.config.items() if k == "architectures"}}
     return ExportRequest(
         model_id=f"./{model_type}",

@@ -26,21 +26,14 @@ def test_absent_names_are_no_values_of_any_option() -> None:
 @pytest.mark.parametrize(
     ("name", "words", "instead"),
     [
-        ("fp8", "10 % in full fine-tuning", "bf16"),
-        ("NVFP4", "16 bits", "nf4-double"),
-        ("muon", "what is optimized", "adamw-fused"),
-        ("galore", "what is optimized", "adamw-8bit"),
-        ("flash_attention_3", "cuDNN", "sdpa"),
-        ("distillation", "teacher", "sft"),
-        ("Houlsby", "peft", "lora"),
-        ("adamw_torchao_8bit", "compile", "adamw-8bit"),
-        ("ScatterMoE", "experts", "quantize-experts"),
-        ("SimPO", "CPOTrainer", "orpo"),
-        ("WSD", "neither memory nor speed", "warmup_stable_decay"),
-        ("linear probing", "frozen layers", "trained-layers 1"),
-        ("torchtune", "plan check", "axolotl"),
+        ("fp8", "10 % in full fine-tuning", "bf16"), ("NVFP4", "16 bits", "nf4-double"),
+        ("muon", "what is optimized", "adamw-fused"), ("galore", "what is optimized", "adamw-8bit"),
+        ("flash_attention_3", "cuDNN", "sdpa"), ("distillation", "teacher", "sft"), ("Houlsby", "peft", "lora"),
+        ("adamw_torchao_8bit", "compile", "adamw-8bit"), ("ScatterMoE", "experts", "quantize-experts"),
+        ("SimPO", "CPOTrainer", "orpo"), ("WSD", "neither memory nor speed", "warmup_stable_decay"),
+        ("linear probing", "frozen layers", "trained-layers 1"), ("torchtune", "plan check", "axolotl"),
     ],
-)
+)  # fmt: skip
 def test_an_absent_value_is_refused_with_its_reason_and_what_to_use(name: str, words: str, instead: str) -> None:
     with pytest.raises(PlannerError, match="is not planned") as error:
         choices("option", [name], ["other"])

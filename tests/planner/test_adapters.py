@@ -82,20 +82,14 @@ def test_every_kind_is_written_and_read_back_or_refused(target: str) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"adapter": "ia3", "lora_rank": 4},
-        {"adapter": "vera", "lora_rank": 0},
-        {"adapter": "pissa", "method": "qlora"},
-        {"adapter": "prefix"},
-        {"adapter": "prompt", "lora_targets": "attention"},
-        {"adapter": "vera", "lora_dropout": 0.1},
-        {"adapter": "dora", "num_gpus": 2, "parallel": "zero3"},
-        {"adapter": "dora", "kernels": "fused"},
-        {"adapter": "ln-tuning", "precision": "bf16-pure"},
-        {"adapter": "boft"},
-        {"adapter": "bottleneck"},
+        {"adapter": "ia3", "lora_rank": 4}, {"adapter": "vera", "lora_rank": 0},
+        {"adapter": "pissa", "method": "qlora"}, {"adapter": "prefix"},
+        {"adapter": "prompt", "lora_targets": "attention"}, {"adapter": "vera", "lora_dropout": 0.1},
+        {"adapter": "dora", "num_gpus": 2, "parallel": "zero3"}, {"adapter": "dora", "kernels": "fused"},
+        {"adapter": "ln-tuning", "precision": "bf16-pure"}, {"adapter": "boft"}, {"adapter": "bottleneck"},
     ],
     ids=lambda values: " ".join(map(str, values.values())),
-)
+)  # fmt: skip
 def test_what_peft_does_not_take_is_refused_with_the_kinds_name(values: dict[str, object]) -> None:
     with pytest.raises(SetupError, match=str(values["adapter"])):
         setup_from_dict(values)

@@ -26,7 +26,6 @@ from planner.planning.evidence.bands import (
     Cell,
     evidence_bands,
 )
-from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict, with_padding
 from planner.setup import TrainSetup
@@ -155,7 +154,6 @@ def test_samples_that_differ_in_length_are_in_the_band_and_told() -> None:
     assert told.peak_device_bytes == full.peak_device_bytes < uneven.peak_device_bytes
     assert uneven.peak_device_bytes <= told.peak_device_bytes * (1 + told.memory_band.above)
     sides = speed_sides(told.time_band_fraction, told.bands)
-    assert sides is not None
     assert uneven.tokens_per_s is not None
     assert full.tokens_per_s is not None
     assert full.tokens_per_s * (1 - sides.below) < uneven.tokens_per_s < full.tokens_per_s
@@ -193,7 +191,6 @@ def test_an_apple_gpu_has_the_band_of_an_unseen_card() -> None:
     model, mac = catalogue.load("meta-llama/Llama-3.2-3B"), find_gpu("apple-m4-max")
     assert model is not None
     plan = plan_workload(PlanRequest().workload(model, mac))
-    assert isinstance(plan, Plan)
     assert plan.chosen.formula.memory_band_fraction == 0.12
     assert plan.chosen.formula.peak_device_bytes * 1.12 <= plan.workload.budget_bytes
     assert any("Apple" in note for note in plan.chosen.formula.notes)
@@ -205,7 +202,6 @@ def test_a_plan_shows_the_memory_band_that_it_chose_by(target: str) -> None:
     assert model is not None
     alone = {"micro_batch_seqs": (1,)}  # of several that differ in length SDPA's mask is in the band too
     plan = plan_workload(PlanRequest(targets=(target,), fixed=alone).workload(model, find_gpu("rtx-4090")))
-    assert isinstance(plan, Plan)
     formula, limits = plan.chosen.formula, Limits(model, plan.workload.budget_bytes, gpu=plan.workload.gpu)
     shown = plan.workload.budget_bytes / (1 + formula.memory_band_fraction)
     assert shown == pytest.approx(limits.bytes_with_margin(plan.chosen.setup))

@@ -10,7 +10,6 @@ SOME = [pair for pair in PAIRS if pair in (("meta-llama/Llama-3.2-1B", "h200"), 
 
 def check(model: str, gpu: str) -> None:
     comparison = search(model, gpu, 32)
-    assert comparison is not None
     assert comparison.evaluated >= 400
     assert not comparison.at_fault, (comparison.share, comparison.preferences, comparison.fastest)
 

@@ -20,7 +20,6 @@ NAMES = these([*ONE_OF_EACH_TYPE.values()][::7], catalogue.names())
 def check(model: str, card: str) -> str:
     """Plan one combination; "plan" or "no plan"."""
     spec = catalogue.load(model)
-    assert spec is not None
     fixed = {"objective": ("classification",)} if spec.reads_both_ways else {}
     plan = plan_workload(plan_request(model, card, fixed=fixed))
     if isinstance(plan, NoPlan):

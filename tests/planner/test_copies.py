@@ -33,7 +33,6 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_copy_has_its_originals_layers(name: str, original: str, bits: str) -> None:
     copy, plain = resolve_model(name), catalogue.load(original)
-    assert plain is not None
     assert (copy.model_id, copy.layer_kinds, copy.num_params) == (name, plain.layer_kinds, plain.num_params)
     assert original.rpartition("/")[2].lower() in copy.taken_as.lower()
     assert ("in 4 bits" in copy.taken_as) == bool(bits)
@@ -54,7 +53,6 @@ def test_a_copy_has_its_originals_layers(name: str, original: str, bits: str) ->
 def test_unsloths_phi_has_llamas_layers(name: str, model_type: str) -> None:
     """Its notebook's seven targets of rank 16 are 65,536,000 parameters of Phi-4 (of the fused class o and down)."""
     copy, original = resolve_model(name), catalogue.load(f"microsoft/{copies.plain_name(name)[0].partition('/')[2]}")
-    assert original is not None
     assert (copy.model_type, copy.num_params) == (model_type, original.num_params)
     seven = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     if name.partition("/")[2] == "Phi-4":

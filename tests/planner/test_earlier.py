@@ -63,14 +63,10 @@ def test_the_formula_is_within_six_percent_of_a_real_step(number: int, measured:
 @pytest.mark.parametrize(
     "name",
     [
-        "mistralai/Mixtral-8x7B-v0.1",
-        "microsoft/Phi-3.5-MoE-instruct",
-        "Qwen/Qwen1.5-MoE-A2.7B",
-        "Qwen/Qwen3-30B-A3B",
-        "allenai/OLMoE-1B-7B-0924",
-        "deepseek-ai/DeepSeek-V2-Lite",
+        "mistralai/Mixtral-8x7B-v0.1", "microsoft/Phi-3.5-MoE-instruct", "Qwen/Qwen1.5-MoE-A2.7B", "Qwen/Qwen3-30B-A3B",
+        "allenai/OLMoE-1B-7B-0924", "deepseek-ai/DeepSeek-V2-Lite",
     ],
-)
+)  # fmt: skip
 def test_it_is_the_same_model_with_all_its_experts_as_modules(name: str) -> None:
     now = resolve_model(name)
     then = of_transformers_4(now)

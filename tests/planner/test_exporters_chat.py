@@ -31,16 +31,11 @@ def test_the_template_renders_turns_ends_and_the_generation_prompt() -> None:
 @pytest.mark.parametrize(
     ("name", "lacks"),
     [
-        ("meta-llama/Llama-3.1-8B", True),
-        ("meta-llama/Llama-3.1-8B-Instruct", False),
-        ("google/gemma-2-9b", True),
-        ("google/gemma-2-9b-it", False),
-        ("mistralai/Mistral-7B-v0.3", True),
-        ("Qwen/Qwen3-8B-Base", True),
-        ("Qwen/Qwen3-8B", None),
-        ("openai-community/gpt2", True),
+        ("meta-llama/Llama-3.1-8B", True), ("meta-llama/Llama-3.1-8B-Instruct", False), ("google/gemma-2-9b", True),
+        ("google/gemma-2-9b-it", False), ("mistralai/Mistral-7B-v0.3", True), ("Qwen/Qwen3-8B-Base", True),
+        ("Qwen/Qwen3-8B", None), ("openai-community/gpt2", True),
     ],
-)
+)  # fmt: skip
 def test_without_files_the_name_says_whether_a_tokenizer_has_a_template(
     name: str, lacks: bool | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

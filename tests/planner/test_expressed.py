@@ -215,7 +215,6 @@ def test_what_no_tool_has_a_file_for_is_said_where_it_is_faster(
     monkeypatch.setattr(answer, "_least_lossy", lambda *_: walked)
     fastest: Any = SimpleNamespace(tokens_per_s=100.0, setup=None)
     written = answer._of_some_target(plan_request(LLAMA, "rtx-4090"), fastest, None, WalkCache(), False)
-    assert written is not None
     assert (written[0], bool(written[1])) == (walked, said)
 
 

@@ -24,15 +24,9 @@ TOKENS = 1000
 WHOLE_BYTES = 1e-6
 """What is left of the activations at the last layer is a whole number of bytes."""
 MODELS = (
-    "meta-llama/llama-3.1-8b",
-    "openai-community/gpt2-large",
-    "google/gemma-2-2b",
-    "microsoft/phi-2",
-    "allenai/olmoe-1b-7b-0924",
-    "qwen/qwen3.5-4b",
-    "deepseek-ai/deepseek-v3",
-    "coherelabs/c4ai-command-r-v01",
-)
+    "meta-llama/llama-3.1-8b", "openai-community/gpt2-large", "google/gemma-2-2b", "microsoft/phi-2",
+    "allenai/olmoe-1b-7b-0924", "qwen/qwen3.5-4b", "deepseek-ai/deepseek-v3", "coherelabs/c4ai-command-r-v01",
+)  # fmt: skip
 
 
 def stored_per_token(name: str, **fields: object) -> dict[str, float]:

@@ -112,7 +112,6 @@ def test_axolotl_writes_it_and_is_read_back_and_every_other_target_refuses_it_by
 def test_a_mixture_that_fits_no_other_way_gets_a_plan_with_the_target_that_runs_it() -> None:
     """Published for Qwen3-30B-A3B QLoRA: 17.5 GB (Unsloth)."""
     plan = plan_workload(plan_request(QWEN))
-    assert isinstance(plan, Plan)
     assert plan.chosen.setup.quantize_experts
     assert plan.workload.targets == ("axolotl",)
     assert plan.notes[0].startswith("nothing fits with the experts in 16 bits; in 4 bits Axolotl alone")
@@ -121,17 +120,14 @@ def test_a_mixture_that_fits_no_other_way_gets_a_plan_with_the_target_that_runs_
     two = plan_workload(
         plan_request(QWEN, fixed={"method": ("qlora",), "parallel": ("ddp",)}, cluster=make_cluster(GPU, 2))
     )
-    assert isinstance(two, Plan)
     assert two.chosen.setup.quantize_experts
     roomy = plan_workload(plan_request(QWEN, "a100-80gb"), explained=False)
-    assert isinstance(roomy, Plan)
     assert not roomy.chosen.setup.quantize_experts
 
 
 def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> None:
     """The published MXFP4 weights do not train and are not quantized again (planner.models.stored)."""
     plan = plan_workload(plan_request("openai/gpt-oss-20b"))
-    assert isinstance(plan, Plan)
     assert plan.workload.model.model_id == "unsloth/gpt-oss-20b-BF16"
     assert plan.workload.model == loaded("unsloth/gpt-oss-20b-bf16")
     assert plan.workload.targets == ("axolotl",)
@@ -139,7 +135,6 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
     assert plan.chosen.verdict == "fits"
     assert "planned for its 16-bit copy unsloth/gpt-oss-20b-BF16" in plan.notes[0]
     asked = plan_workload(plan_request("openai/gpt-oss-20b", fixed={"method": ("qlora",)}))  # as which-cluster asks
-    assert isinstance(asked, Plan)
     assert asked.chosen == plan.chosen
     roomy = plan_workload(plan_request("openai/gpt-oss-20b", "a100-80gb"), explained=False)
     assert isinstance(roomy, Plan)
@@ -151,7 +146,6 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
         assert "the named target does not unpack: planned for its 16-bit copy" in by_trl.notes[0]
     other = plan_request("openai/gpt-oss-20b")
     refused = plan_workload(replace(other, model=replace(other.model, model_id="./gpt-oss")))
-    assert isinstance(refused, NoPlan)  # weights of which no copy is known
     assert any("16-bit copy" in remedy.action and remedy.fits for remedy in refused.remedies)
 
 
@@ -159,7 +153,6 @@ def test_a_larger_card_is_one_on_which_the_experts_fit_in_4_bits() -> None:
     """gpt-oss-120b in 16 bits needs 217 GiB, so B300 alone; its 16-bit copy with 4-bit experts 66, which cheaper ones
     hold."""
     refused = plan_workload(plan_request("openai/gpt-oss-120b"))
-    assert isinstance(refused, NoPlan)
     actions = [remedy.action for remedy in refused.remedies if remedy.action.startswith("--gpu ")]
     assert len(actions) == 2
     for action in actions:
@@ -198,5 +191,4 @@ def test_axolotl_holds_stacks_in_fp32_beside_a_quantized_base_and_is_planned_wit
     assert "fp32" in "".join(predict(model, find_gpu("h200"), wide).notes)
     assert ("experts in nf4 too", PACKED.replace(stack="axolotl"), True) in single_changes(wide, GPU, model)
     plan = plan_workload(plan_request(QWEN, "h200", targets=("axolotl",), fixed={"method": ("qlora",)}))
-    assert isinstance(plan, Plan)
     assert plan.chosen.setup.quantize_experts

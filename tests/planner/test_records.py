@@ -76,15 +76,9 @@ def _plain(make: Callable[..., Any]) -> Any:
 
 CASES = (_keyword, _slots, _checked, _mutable, _plain)
 CALLS: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
-    ((), {"size_bytes": 2}),
-    ((), {"size_bytes": 2, "names": ("b",)}),
-    ((2,), {}),
-    ((2, ("b",)), {}),
-    ((), {}),
-    ((), {"size_bytes": -1}),
-    ((), {"size_bytes": 1, "unknown": 3}),
-    ((1,), {"size_bytes": 1}),
-)
+    ((), {"size_bytes": 2}), ((), {"size_bytes": 2, "names": ("b",)}), ((2,), {}), ((2, ("b",)), {}), ((), {}),
+    ((), {"size_bytes": -1}), ((), {"size_bytes": 1, "unknown": 3}), ((1,), {"size_bytes": 1}),
+)  # fmt: skip
 
 
 def _said(act: Callable[[], Any]) -> Any:

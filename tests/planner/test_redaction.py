@@ -16,16 +16,11 @@ SECRET = "c0rrecthorse"
 @pytest.mark.parametrize(
     "text",
     [
-        "postgresql://me:{}@host/d",
-        "https://{}@github.com/a/b",
-        "https://h/x.jsonl?a=1&access_token={}&b=2",
-        "https://h/x?X-Amz-Signature={}",
-        "HF_TOKEN={} python train.py",
-        "python train.py --hub_token {} --lr 1",
-        "python train.py --api-key={}",
-        "Authorization: Bearer {}",
+        "postgresql://me:{}@host/d", "https://{}@github.com/a/b", "https://h/x.jsonl?a=1&access_token={}&b=2",
+        "https://h/x?X-Amz-Signature={}", "HF_TOKEN={} python train.py", "python train.py --hub_token {} --lr 1",
+        "python train.py --api-key={}", "Authorization: Bearer {}",
     ],
-)
+)  # fmt: skip
 def test_a_secret_behind_its_key_is_left_out(text: str) -> None:
     redacted = without_secrets(text.format(SECRET))
     assert SECRET not in redacted

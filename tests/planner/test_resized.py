@@ -43,7 +43,6 @@ def flops(model: ModelSpec, setup: TrainSetup) -> float:
     program = model_programs.get(structure_key(model, H100, setup)) or model_programs.get(
         structure_key(model, H100, setup.replace(kernels="eager"))
     )
-    assert program is not None
     sized = Sized(model_programs, card_rates(H100), SEQS, TOKENS, RANK, {})
     calls = (
         call
@@ -61,7 +60,6 @@ def test_a_structures_products_are_those_of_the_models_own_sizes(name: str) -> N
     attention's 14 of four products (2 forward, 5 backward) over half of the pairs."""
     model = loaded(name)
     attention = model.layer_kinds[0].attention
-    assert attention is not None
     layer = sum(linear.in_features * linear.out_features for linear in model.layer_kinds[0].linears)
     hidden, embedded = model.hidden_size, model.config.get("word_embed_proj_dim", model.hidden_size)
     weights = model.num_layers * layer + model.vocab_size * embedded + (hidden != embedded) * 2 * hidden * embedded
@@ -151,10 +149,8 @@ def test_checkpoints_of_any_spacing_stand_between_none_and_every() -> None:
         checkpointed=True,
     )  # fmt: skip
     second = spaced(none, every, 2, 5)
-    assert second is not None
     assert (flat(second.forward), flat(second.backward)) == ([0, 11, 1, 11, 1, 12, 9], [8, 13, 3, 13, 3, 14])
     third = spaced(none, every, 3, 5)
-    assert third is not None
     assert (flat(third.forward), flat(third.backward)) == ([0, 11, 1, 1, 11, 2, 9], [8, 3, 13, 3, 3, 14])
     assert spaced(none, every, 2, 6) is None
 
@@ -165,7 +161,6 @@ def test_fewer_checkpoints_are_faster() -> None:
     for apart in (0, 16, 8, 5, 4, 3, 2, 1):
         setup = FULL.replace(method="lora", lora_rank=RANK, precision="bf16-autocast", checkpointing=apart)
         speed = program_speed(model, H100, setup)
-        assert speed is not None
         times.append(speed.step_time(setup).step_time_s)
     assert times == sorted(times)
     assert times[-1] > 1.2 * times[0]

@@ -17,13 +17,9 @@ from planner.models import catalogue, hub
 from planner.models.resolve import model_beside, resolve_model
 
 LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 100,
-}
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_hidden_layers": 2, "vocab_size": 100,
+}  # fmt: skip
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PATIENCE_S = 600.0
 """What takes this long hangs; alone it takes milliseconds."""

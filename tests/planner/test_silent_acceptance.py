@@ -70,7 +70,6 @@ def test_axolotl_precisions_are_read_as_before(lines: str, precision: str) -> No
 def gemma(folder: Path, **text_config: Any) -> Path:
     """A Gemma 3 of the catalogue as a local directory, some sizes changed (None: left out)."""
     spec = load("google/gemma-3-12b-it")
-    assert spec is not None
     config = json.loads(json.dumps(dict(spec.config)))
     for name, value in text_config.items():
         config["text_config"].pop(name, None)

@@ -104,14 +104,10 @@ def test_attention_with_a_mask_costs_what_it_took() -> None:
 @pytest.mark.parametrize(
     ("shape", "backward", "us"),
     [
-        ((16, 16, 1024, 64), False, 763),
-        ((16, 16, 1024, 128), False, 1346),
-        ((16, 16, 1024, 128), False, 1434),
-        ((256, 16, 4096, 64), True, 689_013),
-        ((2, 8, 4096, 128), True, 4332),
-        ((1, 8, 8192, 128), True, 8479),
+        ((16, 16, 1024, 64), False, 763), ((16, 16, 1024, 128), False, 1346), ((16, 16, 1024, 128), False, 1434),
+        ((256, 16, 4096, 64), True, 689_013), ((2, 8, 4096, 128), True, 4332), ((1, 8, 8192, 128), True, 8479),
     ],
-)
+)  # fmt: skip
 def test_the_efficient_kernel_costs_what_xformers_took_on_an_a100(
     shape: tuple[int, int, int, int], backward: bool, us: float
 ) -> None:

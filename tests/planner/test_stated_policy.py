@@ -120,7 +120,6 @@ def with_data(tokens: int) -> Workload:
 
 def test_data_that_an_adapter_cannot_hold_and_data_that_full_fine_tuning_overfits() -> None:
     """2 bits a parameter of the largest rank hold 1 bit a token; 1e-4 tokens a parameter are too few."""
-    assert MODEL is not None
     most = 2 * num_lora_params(MODEL, "all-linear", MAX_RANK)
     assert [data_needs_full(with_data(tokens)) for tokens in (most, most + 1)] == [False, True]
     few = int(1e-4 * MODEL.num_params)

@@ -167,9 +167,7 @@ def test_an_optimizer_that_a_program_does_not_know_is_the_formulas() -> None:
     speed = speed_profile(MODEL, H200, FULL)
     assert isinstance(speed, ProgramSpeed)
     programs = programs_of(MODEL)
-    assert programs is not None
     program = programs.get(structure_key(MODEL, H200, FULL))
-    assert program is not None
     without = ProgramSpeed(MODEL, H200, FULL, programs, program._replace(steps={}))
     whole = without.step_time(FULL)
     assert without.at(8, 1)[0] == pytest.approx(whole.step_time_s)
@@ -186,7 +184,6 @@ def test_programs_are_written_once_and_read_again(tmp_path: Path) -> None:
     program = StepProgram((((segment,), 3),), (((segment,), 1),), (), {"adamw": ((5 * place + 2, 7),)}, 12, True)
     save_programs(tmp_path / "one.gz", tables, {"a key": program}, {"torch": "2"})
     programs = load_programs(tmp_path / "one.gz")
-    assert programs is not None
     assert programs.versions == {"torch": "2"}
     assert programs.get("a key") == program
     assert programs.operators == [*tables.operators]
@@ -198,7 +195,6 @@ def test_programs_are_written_once_and_read_again(tmp_path: Path) -> None:
 
 def test_shipped_programs_are_read() -> None:
     programs = programs_of(MODEL)
-    assert programs is not None
     assert len(programs.keys) > 100
     for key in sorted(programs.keys)[::40]:
         program = programs.get(key)

@@ -131,16 +131,12 @@ def test_half_of_a_fused_expert_stack_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
-        ("meta-llama/Llama-3.1-8B", ("c_attn",)),
-        ("meta-llama/Llama-3.1-8B", ("",)),
-        ("meta-llama/Llama-3.1-8B", ("embed_tokens",)),
-        ("meta-llama/Llama-3.1-8B", ("layers.0.self_attn.q_proj",)),
-        ("mistralai/Mixtral-8x7B-v0.1", ("gate_proj",)),
-        ("google/gemma-4-E2B-it", ("q_proj",)),
-        ("openai/gpt-oss-20b", ("router",)),
-        ("meta-llama/Llama-3.1-8B", "everything"),
+        ("meta-llama/Llama-3.1-8B", ("c_attn",)), ("meta-llama/Llama-3.1-8B", ("",)),
+        ("meta-llama/Llama-3.1-8B", ("embed_tokens",)), ("meta-llama/Llama-3.1-8B", ("layers.0.self_attn.q_proj",)),
+        ("mistralai/Mixtral-8x7B-v0.1", ("gate_proj",)), ("google/gemma-4-E2B-it", ("q_proj",)),
+        ("openai/gpt-oss-20b", ("router",)), ("meta-llama/Llama-3.1-8B", "everything"),
     ],
-)
+)  # fmt: skip
 def test_what_matches_nothing_or_cannot_be_adapted_is_refused(name: str, targets: str | tuple[str, ...]) -> None:
     with pytest.raises(SetupError) as error:
         lora_linears(loaded(name), targets)

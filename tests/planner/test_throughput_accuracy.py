@@ -26,13 +26,9 @@ MEDIAN_LIMITS = {
     "fsdp_qlora": 0.12,
 }
 RATIO_LIMITS = {
-    "micro-batch doubled": 0.02,
-    "checkpointing on / off": 0.03,
-    "QLoRA / LoRA": 0.08,
-    "full / LoRA": 0.08,
-    "sequence length": 0.06,
-    "fused kernels on / off": 0.05,
-}
+    "micro-batch doubled": 0.02, "checkpointing on / off": 0.03, "QLoRA / LoRA": 0.08, "full / LoRA": 0.08,
+    "sequence length": 0.06, "fused kernels on / off": 0.05,
+}  # fmt: skip
 
 
 def test_points_name_their_source_and_repeat() -> None:

@@ -57,20 +57,14 @@ OPTIM = {
 Fact = Callable[[Case], Any]
 
 ATTRIBUTES = {
-    "hyper.learning_rate": ("learning_rate", "lr"),
-    "hyper.weight_decay": ("weight_decay",),
+    "hyper.learning_rate": ("learning_rate", "lr"), "hyper.weight_decay": ("weight_decay",),
     "hyper.max_grad_norm": ("max_grad_norm", "max_norm", "gradient_clipping"),
-    "hyper.num_epochs": ("num_train_epochs", "num_epochs"),
-    "hyper.warmup_fraction": ("warmup_ratio",),
-    "hyper.lr_schedule": ("lr_scheduler_type", "lr_scheduler"),
-    "hyper.seed": ("seed", "random_state"),
-    "hyper.lora_alpha": ("lora_alpha",),
-    "hyper.adam_beta2": ("beta2", "adam_beta2"),
-    "logging_steps": ("logging_steps",),
-    "model_id": ("model_name_or_path", "base_model"),
-    "output_dir": ("output_dir",),
-    "num_nodes": ("num_machines",),
-}
+    "hyper.num_epochs": ("num_train_epochs", "num_epochs"), "hyper.warmup_fraction": ("warmup_ratio",),
+    "hyper.lr_schedule": ("lr_scheduler_type", "lr_scheduler"), "hyper.seed": ("seed", "random_state"),
+    "hyper.lora_alpha": ("lora_alpha",), "hyper.adam_beta2": ("beta2", "adam_beta2"),
+    "logging_steps": ("logging_steps",), "model_id": ("model_name_or_path", "base_model"),
+    "output_dir": ("output_dir",), "num_nodes": ("num_machines",),
+}  # fmt: skip
 """Attribute of the request -> the keys that say it."""
 SETUP_FIELDS = {
     "micro_batch_seqs": ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"),

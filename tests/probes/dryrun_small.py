@@ -16,23 +16,11 @@ from probes.allocator.events import Alloc, Event, Free, Phase
 from probes.dryrun import DryRunReport, dry_run, report_for_config
 
 _SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 320,
-    "num_hidden_layers": 3,
-    "n_embd": 64,
-    "n_head": 4,
-    "n_layer": 3,
-    "n_positions": 128,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 320, "num_hidden_layers": 3, "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 128,
+    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 96,
-}
+}  # fmt: skip
 _DROPPED = ("rope_scaling", "layer_types", "pad_token_id")
 
 

@@ -19,16 +19,10 @@ PLANTED = ("torch", "json", "sitecustomize", "usercustomize", "transformers", "p
 PLAN = [sys.executable, "-P", "-c", "from finetune_planner.cli import main; main()"]
 """As the console script: the import path begins with no folder of the user's."""
 LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
     "architectures": ["LlamaForCausalLM"],
-}
+}  # fmt: skip
 PROBE = ["probe", ".", "--device", "cpu", "--method", "full", "--precision", "fp32", "--attention", "eager"]
 PROBE += ["--seq-len", "16", "--micro-batch", "1", "--measure-seconds", "0.1", "--full-depth", "--json=full", "--again"]
 PROBE += ["--limit", "600"]

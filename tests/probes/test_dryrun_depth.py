@@ -141,7 +141,6 @@ def test_plan_depth_holds_every_neighbourhood_of_gemma3() -> None:
     """Local layers alone, before and behind a global one, and the two ends."""
     config = load_config(catalogue_config("gemma3_text"))
     plan = plan_depth(config, checkpointing=1, full_depth=False)
-    assert plan.layers is not None
     assert plan.depth == 6
     kinds, short = layer_kinds(config), layer_kinds(plan.config)
     assert [short[run] for run in plan.layers.of] == [*kinds]
@@ -186,7 +185,6 @@ def test_events_do_not_hang_on_the_order_in_which_a_process_walks_through_sets(
 
 def test_plan_depth_runs_all_layers_where_tables_outside_them_grow_with_their_number() -> None:
     small = catalogue.find("google/gemma-4-E4B-it")
-    assert small is not None
     plan = plan_depth(load_config(dict(small.config)), checkpointing=1, full_depth=False)
     assert (plan.depth, plan.layers) == (42, None)
 

@@ -23,13 +23,9 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY: dict[str, Any] = {
-    "num_gpus": 2,
-    "seq_len_tokens": 48,
-    "micro_batch_seqs": 2,
-    "lora_rank": 4,
-    "attention": "eager",
+    "num_gpus": 2, "seq_len_tokens": 48, "micro_batch_seqs": 2, "lora_rank": 4, "attention": "eager",
     "optimizer": "sgd",
-}
+}  # fmt: skip
 FULL: dict[str, Any] = {"method": "full", "lora_rank": 0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp lora": ("llama", {"parallel": "ddp"}),

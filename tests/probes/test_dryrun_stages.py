@@ -23,13 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 AMPERE = (8, 0)
 DEEP = 12
 PIPELINE: dict[str, Any] = {
-    "method": "full",
-    "lora_rank": 0,
-    "parallel": "none",
-    "precision": "bf16-pure",
-    "seq_len_tokens": 48,
+    "method": "full", "lora_rank": 0, "parallel": "none", "precision": "bf16-pure", "seq_len_tokens": 48,
     "micro_batch_seqs": 2,
-}
+}  # fmt: skip
 TWO = PIPELINE | {"num_gpus": 2, "pipeline_degree": 2, "accumulation_steps": 3, "attention": "eager"}
 REAL = [
     TWO | {"optimizer": "sgd", "checkpointing": 1},

@@ -174,7 +174,6 @@ def test_windows_attend_by_themselves_and_flash_attention_takes_them_in_one_call
     calls = Counter[tuple[int, int]]()
     for each in (setup, setup.replace(attention="flash-attention-2")):
         program = reported(config, (9, 0), each).program
-        assert program is not None
         for call in (call for place in program.micro_batch for call in program.segments[place].calls):
             operator, issuer = program.operators[call // len(ISSUERS)], call % len(ISSUERS)
             if issuer == forward and operator.name.startswith("aten._scaled_dot_product"):

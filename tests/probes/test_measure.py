@@ -23,15 +23,9 @@ from probes.gpu.timing import DepthRun, extend, miss_fraction, settled, timed_un
 from tests.whole import these
 
 LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-}
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 10,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
+}  # fmt: skip
 QWEN2 = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 10, "n_head": 4, "vocab_size": 512, "n_positions": 256}
 GEMMA2 = {

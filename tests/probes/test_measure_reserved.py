@@ -26,16 +26,10 @@ from probes.stack.configs import load_config, truncated_config
 
 LAYERS = 16
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 FULL = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", optimizer="adamw", seq_len_tokens=2048)
 HOPPER = (9, 0)
 CONTEXT = 500 * MIB

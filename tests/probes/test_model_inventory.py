@@ -143,7 +143,6 @@ def test_inventory_equals_the_module_tree(built: Built) -> None:
         outer = [name for name in outer if "vision" not in name and "audio" not in name]
         assert len(outer) == 1, outer
         _check_norms(model, outer[0].removesuffix(norm.name), (norm,), parameters)
-    assert spec.head is not None
     head = model.get_output_embeddings()
     assert tuple(head.weight.shape) == (spec.head.out_features, spec.head.in_features)
     assert (head.bias is not None) == spec.head.bias
@@ -174,7 +173,6 @@ def test_attention_kinds_equal_the_configuration_of_transformers(built: Built) -
             types = ["sliding_attention" if whole else "full_attention"] * spec.num_layers
     for index, expected in zip(spec.layer_order, types, strict=True):
         attention = spec.layer_kinds[index].attention
-        assert attention is not None
         assert (attention.kind == "linear") == (expected == "linear_attention")
         assert (attention.window_tokens is not None) == (expected in ("sliding_attention", "chunked_attention"))
         if expected == "sliding_attention" and spec.model_type != "gpt_neo":

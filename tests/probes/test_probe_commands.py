@@ -16,15 +16,9 @@ from probes.gpu.request import ProbeRequest
 from probes.store import Store
 
 TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 256,
-    "max_position_embeddings": 256,
-}
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 256, "max_position_embeddings": 256,
+}  # fmt: skip
 FLAGS = ["--device", "cpu", "--rank", "2", "--seq-len", "32", "--measure-seconds", "0.3", "--limit", "600"]
 
 

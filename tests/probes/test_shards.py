@@ -19,15 +19,9 @@ from probes.stack.quantize import is_nf4, random_nf4
 from probes.stack.step import inner_model
 
 LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 64,
-}
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 64,
+}  # fmt: skip
 NUM_RANKS = 2
 CPU = torch.device("cpu")
 SETUP = TrainSetup(method="qlora", quantization="nf4-double", num_gpus=NUM_RANKS, parallel="fsdp2", lora_rank=4)

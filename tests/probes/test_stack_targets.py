@@ -60,7 +60,6 @@ def emitted(model: ModelSpec, target: str) -> str | list[str] | None:
     text = launch.files[0].text
     if target == "hf":
         match = re.search(r"target_modules=(.*),\n", text)
-        assert match is not None
         return ast.literal_eval(match[1])
     values = yaml.safe_load(text)["lora_target_modules"]
     return values[0] if target == "trl" and len(values) == 1 else values  # TRL unpacks a list of one

@@ -229,7 +229,6 @@ def test_the_command_makes_profiles_for_this_user(
     model = replace(loaded(SMALL), model_id="a copy")
     assert find_profile(model, GPU, setup) is not None
     made = step_program.load_programs(step_program.user_programs(model))
-    assert made is not None
     assert made.keys == {key}
     assert find_profile(model, GPU, setup.replace(adapter="rslora")) == find_profile(model, GPU, setup)
     assert find_profile(model, GPU, setup.replace(adapter="dora")) is None

@@ -85,7 +85,6 @@ def test_store_appends_and_a_second_reader_sees_it(tmp_path: Path) -> None:
     assert second.get("a") == record("a")
     first.append(record("a", 0.75))
     stored = second.get("a")
-    assert stored is not None
     assert stored.outcome == record("a", 0.75).outcome  # the last one holds, whatever its clock says
     assert [entry.key for entry in second.latest()] == ["a", "b"]
 
@@ -98,7 +97,6 @@ def test_order_is_the_file_s_not_the_clock_s(tmp_path: Path, monkeypatch: pytest
     store.append(replace(record(step_s=1.0), recorded_at=store_module.now_text()))
     store.append(replace(record(step_s=2.0), recorded_at=store_module.now_text()))
     stored = Store(tmp_path / "s.jsonl").get("k")
-    assert stored is not None
     assert stored.recorded_at.startswith("2001")
     assert stored.outcome == record(step_s=2.0).outcome
 
@@ -393,18 +391,11 @@ def line_of(body: dict[str, Any]) -> bytes:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("environment", []),
-        ("step_times_s", [-0.5]),
-        ("step_times_s", [0.0]),
-        ("step_times_s", []),
-        ("peak_device_bytes", -1),
-        ("peak_allocated_bytes", 1.5),
-        ("tokens_per_step", 0),
-        ("phase_peaks_bytes", {"forward": -3}),
-        ("outcome", "guess"),
-        ("schema", 99),
+        ("environment", []), ("step_times_s", [-0.5]), ("step_times_s", [0.0]), ("step_times_s", []),
+        ("peak_device_bytes", -1), ("peak_allocated_bytes", 1.5), ("tokens_per_step", 0),
+        ("phase_peaks_bytes", {"forward": -3}), ("outcome", "guess"), ("schema", 99),
     ],
-)
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore::probes.store.StoreWarning")
 def test_an_outcome_that_nothing_can_measure_costs_itself_only(field: str, value: object, tmp_path: Path) -> None:
     bad = json.loads(encode_line(record("bad")))["record"]

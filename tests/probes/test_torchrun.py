@@ -28,15 +28,9 @@ from probes.stack.zero import num_trained, zero_config
 pytestmark = pytest.mark.processes
 
 LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-}
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256,
+}  # fmt: skip
 LIMITS = Limits(time_s=600, measure_s=0.5, window_steps=1, max_steps=2)
 """A limit far above what the job takes: nothing here is decided by time."""
 TOLERANCE = 0.01

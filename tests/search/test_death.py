@@ -30,15 +30,9 @@ from tests.whole import WHOLE
 NUM_PROBES = 4
 STEP = 1 if WHOLE else 7
 WRITES = (
-    "create_new_study",
-    "set_study_user_attr",
-    "set_study_system_attr",
-    "create_new_trial",
-    "record_heartbeat",
-    "set_trial_state_values",
-    "set_trial_user_attr",
-    "set_trial_system_attr",
-)
+    "create_new_study", "set_study_user_attr", "set_study_system_attr", "create_new_trial", "record_heartbeat",
+    "set_trial_state_values", "set_trial_user_attr", "set_trial_system_attr",
+)  # fmt: skip
 
 
 class Died(BaseException):
@@ -100,7 +94,6 @@ def test_death_at_any_write_loses_nothing_and_repeats_only_what_was_not_told(
     monkeypatch.setattr(search.study, "get_heartbeat_thread", lambda trial_id, storage: nullcontext())
     calm, count = list[str](), Death()
     undisturbed = run(empty_study(tmp_path / "calm"), count, calm)
-    assert undisturbed is not None
     assert undisturbed.best is not None
     assert count.num_writes > 30
     for at in range(0, count.num_writes, STEP):
@@ -109,7 +102,6 @@ def test_death_at_any_write_loses_nothing_and_repeats_only_what_was_not_told(
         assert run(folder, Death(at=at), ended) is None
         make_old(folder)
         result = run(folder, Death(), ended)
-        assert result is not None
         assert result.num_probes == NUM_PROBES
         assert len(ended) - len(set(ended)) <= 1  # only what the dead one had not told
         assert {key_of(t.setup) for t in result.trials if t.probed} == set(ended)

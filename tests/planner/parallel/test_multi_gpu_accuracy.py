@@ -28,13 +28,9 @@ SPEED = [exp(log_error(point, CALIBRATION)) - 1.0 for point in FIRM]
 MEMORY = [comparison for comparison in memory_errors(POINTS) if not comparison.point.loose_memory]
 
 SPEED_LIMITS = {
-    "fms_acceleration": 0.057,
-    "llm_foundry": 0.06,
-    "torchtitan": 0.07,
-    "ml_engineering": 0.08,
-    "xtuner": 0.08,
+    "fms_acceleration": 0.057, "llm_foundry": 0.06, "torchtitan": 0.07, "ml_engineering": 0.08, "xtuner": 0.08,
     "fsdp_qlora": 0.17,
-}
+}  # fmt: skip
 
 
 def size(errors: list[float]) -> list[float]:

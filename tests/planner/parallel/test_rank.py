@@ -59,7 +59,6 @@ def test_tensor_shards_divide_the_matrices_and_keep_the_rest(degree: int) -> Non
     assert layer.norms == whole.norms
     assert shard.num_head_params * degree == model.num_head_params
     assert shard.num_embedding_params * degree == model.num_embedding_params  # by vocabulary
-    assert layer.attention is not None
     assert layer.attention.num_heads == 32 // degree
     assert layer.attention.num_kv_heads == 8 // degree
 

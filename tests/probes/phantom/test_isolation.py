@@ -73,19 +73,12 @@ WITHOUT = {
 
 
 NAMES = {
-    "project/best.pt": 1_100_000,
-    "project/out/checkpoint-1/model.safetensors": 300_000,
-    "project/out/checkpoint-1/optimizer.pt": 100_000,
-    "project/out/checkpoint-1/trainer_state.json": 20,
-    "project/out/checkpoint-2/model.safetensors": 300_000,
-    "project/out/tokenizer.json": 1000,
-    "project/runs/log.txt": 100,
-    "project/readonly.bin": 1000,
-    "elsewhere/data.bin": 1000,
-    "elsewhere/shared/model.bin": 1000,
-    "home/.cache/huggingface/token": 40,
-    "home/.bashrc": 100,
-}
+    "project/best.pt": 1_100_000, "project/out/checkpoint-1/model.safetensors": 300_000,
+    "project/out/checkpoint-1/optimizer.pt": 100_000, "project/out/checkpoint-1/trainer_state.json": 20,
+    "project/out/checkpoint-2/model.safetensors": 300_000, "project/out/tokenizer.json": 1000,
+    "project/runs/log.txt": 100, "project/readonly.bin": 1000, "elsewhere/data.bin": 1000,
+    "elsewhere/shared/model.bin": 1000, "home/.cache/huggingface/token": 40, "home/.bashrc": 100,
+}  # fmt: skip
 
 
 class Machine:

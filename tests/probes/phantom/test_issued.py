@@ -58,7 +58,6 @@ def phantom() -> Iterator[Phantom]:
 def test_the_last_step_has_a_speed_lines_and_modules(phantom: Phantom) -> None:
     train(phantom)
     rows = summary(phantom, "done").program
-    assert rows is not None
     program = program_of(rows)
     assert [[len(calls) for calls in rows["places"]]] == [[len(segment.calls) for segment in program.segments]]
     assert {segment.phase for segment in program.segments} == {"forward", "backward", "step"}

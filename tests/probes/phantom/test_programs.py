@@ -152,14 +152,10 @@ def test_a_vision_language_model_sees_pictures_as_transformers_would(
 
 
 _QWEN_TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-}
+}  # fmt: skip
 _QWEN_VISION = {"depth": 2, "num_heads": 2, "hidden_size": 64, "intermediate_size": 64, "out_hidden_size": 64}
 
 
@@ -405,7 +401,6 @@ def test_devices_by_number_and_default_devices(phantom: Phantom) -> None:
 
 def test_copies_that_unsloth_publishes_are_quantized_as_their_name_says() -> None:
     entry, extra = _mirrored("unsloth/Meta-Llama-3.1-8B-bnb-4bit")
-    assert entry is not None
     assert entry.names[0] == "meta-llama/llama-3.1-8b"
     assert extra["quantization_config"]["load_in_4bit"]
     assert _mirrored("unsloth/Llama-3.1-8B") == _mirrored("NousResearch/Meta-Llama-3.1-8B") == (entry, {})
