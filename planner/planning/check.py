@@ -376,10 +376,13 @@ def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
 def summary(result: CheckResult) -> str:
     """The verdict in one sentence."""
     peak, budget = result.prediction.peak_device_bytes, result.budget_bytes
+    step_fits = not result.evaluation_bytes and judge(result.prediction, budget, result.band) is Verdict.FITS
     words = {
         Verdict.FITS: "fits",
         Verdict.DOES_NOT_FIT: "does not fit",
-        Verdict.UNCERTAIN: "may or may not fit",
+        Verdict.UNCERTAIN: "a step fits, what comes beside it may not (see Notes)"
+        if step_fits
+        else "may or may not fit",
         Verdict.CANNOT_RUN: "cannot run (see Notes)",
     }[result.verdict]
     sign = "spare" if result.margin_bytes >= 0 else "missing"

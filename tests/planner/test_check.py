@@ -31,6 +31,7 @@ from planner.planning.check import (
     check,
     judge,
     left_by_lengths_bytes,
+    summary,
     table_bytes,
     with_extras,
 )
@@ -567,6 +568,7 @@ def test_logits_that_pile_up_over_an_evaluation_are_no_fit() -> None:
         variant = replace(config, values={**config.values, **more})
         result = check(variant, MODEL, GPU, 2000 * GIB, prediction_of)
         assert (result.verdict, any("compute_metrics" in note for note in result.notes)) == (verdict, not more)
+        assert summary(result).startswith("fits" if more else "a step fits, what comes beside it may not (see Notes)")
     scores = replace(config, setup=config.setup.replace(objective="classification", loss="full", packing=False))
     assert check(scores, MODEL, GPU, 2000 * GIB, prediction_of).verdict is Verdict.FITS
 

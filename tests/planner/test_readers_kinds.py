@@ -968,6 +968,9 @@ REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
     (NotPlanned, "rlhf_type grpo with a step of ms-swift's own", "run.sh", (f"{RLHF}--rlhf_type grpo",)),
     (NotPlanned, "task_type embedding with a step", "run.sh", (f"{OF_SWIFT}--task_type embedding",)),
     (NotPlanned, "task_type generative_reranker", "run.sh", (f"{OF_SWIFT}--task_type generative_reranker",)),
+    (ConfigError, "grpo.py: num_generations must be a whole number of at least 2", "grpo.py", (
+        "from trl import *\nGRPOTrainer('m/m', args=GRPOConfig(num_generations=1)).train()\n",
+    )),
     (NotPlanned, r"reinforcement learning \(num_generations, reward_funcs\)", "grpo.yaml", (
         "model: Qwen/Qwen3-8B\ntrain_type: lora\nmax_length: 512\nnum_generations: 8\nreward_funcs: [accuracy]\n",
     )),

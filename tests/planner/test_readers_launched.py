@@ -506,7 +506,7 @@ WORDS = "train.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --ma
         ("NODES=$SLURM_NNODES", "python -m torch.distributed.run --nnodes $NODES --nproc_per_node 4", 8),
         ("", "deepspeed --num_nodes 2 --num_gpus 4", 8),
         ("", "accelerate launch --num_machines $SLURM_NNODES --num_processes $((SLURM_NNODES * 4))", 8),
-        ("", "accelerate launch --num_machines 2 --num_processes 8", 8),
+        ("", "accelerate launch --num_machines 2 --num_processes $((SLURM_NNODES * (16 / 4)))", 8),
         ("", "torchrun --nnodes 1:4 --nproc_per_node 4", 4),
         ("", "torchrun --standalone --nproc_per_node 4", 4),
     ],

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from planner.core.errors import ConfigError, NotATraining, NotPlanned
+from planner.core.errors import ConfigError, NotATraining, NotPlanned, SetupError
 from planner.core.inputs import reason
 from planner.frameworks.readers import common, evaluating, open_conditions, program_changes, training, unsloth, versions
 from planner.frameworks.readers.common import config, settings_fields
@@ -76,6 +76,8 @@ def read(text: str, name: str, context: FileContext, source: Source | None = Non
         workers = plain(program.workers)
         if context.num_gpus == 1 and isinstance(workers, int) and workers > 1:
             return read(text, name, replace(context, num_gpus=workers), source)
+    except SetupError as error:  # a ValueError too, of settings that were read
+        raise ConfigError(f"{name}: {error.message}", hint=error.hint) from error
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ConfigError(
             f"{name} is not Python that can be read: {reason(error)}", hint="give a script that Python itself accepts"

@@ -276,7 +276,7 @@ _EXPORTS = re.compile(rf"(?<!\s)\s*export(?:\s+{_PAIR.pattern}){{2,}}\s*")
 _DEFAULT = re.compile(r"^:\s+\"?\$\{(\w+):?=([^{}]*)\}\"?$")
 _USE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\((\w+)\)|(\w+))")
 _ELEMENT = re.compile(r"\$\{(\w+)\[(\$?\w+)\]\}")
-_SUM = re.compile(r"\$\(expr\s++([^()]*+)\)|\$\(\(([^()]*+)\)\)")
+_SUM = re.compile(r"\$\(expr\s++([^()]*+)\)|\$\(\(((?:[^()]++|\([^()]*+\))*+)\)\)")
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 _OPEN = re.compile(r"\$[\w{(@*]|`")
 _QUOTED = re.compile(r"\\.|\"(?:\\.|[^\"\\])*\"|'[^']*'")
@@ -545,6 +545,8 @@ def _expanded(words: list[str], variables: dict[str, str]) -> list[str]:
 
 def _sum(text: str) -> str | None:
     """The result of the shell's arithmetic on whole numbers, None where a part of it is not known."""
+    while (inner := re.sub(r"\(([^()]*+)\)", lambda within: _sum(within[1]) or "?", text)) != text:
+        text = inner
     parts = re.findall(r"\d+|[-+*/%]", text)
     if not parts or not re.fullmatch(r"[\d\s*/%+-]*", text) or not re.fullmatch(r"(\d+ [-+*/%] )*\d+", " ".join(parts)):
         return None
