@@ -109,6 +109,17 @@ which is `pcie_staged_share`. Cards that reach each other: A100 PCIe 0.82 and 0.
 """
 
 
+NETWORK_SPREAD = 1.35
+"""The same between nodes, beside `network_share` of the nominal rate: eight InfiniBand, RoCE and EFA clusters reached
+0.59 to 0.96 of it, geometric mean 0.79 (nccl-tests issues 119, 175, 252: 0.96, 0.86, 0.95 with A100s; NVIDIA/nccl issue
+495: RoCE 0.75, 527: EFA of p4d 0.63 and 0.59; two DGX Spark 0.86; EFA of p5 0.83)."""
+
+
+def link_spread(link: Link | None) -> float:
+    """How many times slower or faster collectives on a link may be than counted."""
+    return {"pcie": PCIE_SPREAD, "network": NETWORK_SPREAD}.get(link.kind, 1.0) if link is not None else 1.0
+
+
 def link_rate(cluster: Cluster, link: Link, constants: LayoutConstants) -> float:
     """Bytes per second that collectives reach on a link: of one GPU within a node, of a whole node between nodes.
 

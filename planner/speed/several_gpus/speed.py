@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from planner.core.notes import risk
-from planner.hardware.cluster import Cluster
+from planner.hardware.cluster import Cluster, Link
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines.base import ONE_GPU
 from planner.memory.rank_part import rank_parts
@@ -23,7 +23,7 @@ from planner.speed.roofline import CURRENT, PARTS, Calibration, Conditions, Step
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.rented import collated_s
 from planner.speed.several_gpus import collectives as offload
-from planner.speed.several_gpus.collectives import PCIE_SPREAD, Collectives, link_rate, pipeline_s
+from planner.speed.several_gpus.collectives import Collectives, link_rate, link_spread, pipeline_s
 from planner.speed.several_gpus.compute import Rank
 from planner.speed.several_gpus.exchange import DataParallel, context_s, experts_s, hand_over_s, tensor_s
 from planner.speed.several_gpus.traffic import computed, traffic_of
@@ -144,12 +144,19 @@ class Loop:
             loop = self._siblings[key] = Loop(self._links, gpu, setup, used, stack, self)
         return loop
 
-    def at_link(self, times_faster: float) -> "Loop":
-        """The same with links within a node of so many times their rate."""
+    def at_links(self, slow: bool) -> "Loop":
+        """The same with links as slow, or as fast, as they may be."""
         gpu, used, stack = self._given
+
+        def moved(link: Link) -> Link:
+            spread = link_spread(link)
+            return replace(link, bytes_per_s=link.bytes_per_s / spread if slow else link.bytes_per_s * spread)
+
         cluster = self._links.cluster
-        within = replace(cluster.within, bytes_per_s=cluster.within.bytes_per_s * times_faster)
-        links = Links(self._links.model, self._setup, replace(cluster, within=within), used, stack)
+        between = moved(cluster.between) if cluster.between is not None else None
+        links = Links(
+            self._links.model, self._setup, replace(cluster, within=moved(cluster.within), between=between), used, stack
+        )
         return Loop(links, gpu, self._setup, used, stack, self)
 
     def at(self, seqs: int) -> list[Stage]:
@@ -303,7 +310,7 @@ class LayoutProfile:
         )
 
     def _link_note(self, decides: bool) -> list[str]:
-        if not decides:
+        if not decides or self._cluster.within.kind != "pcie":
             return []
         rate = link_rate(self._cluster, self._cluster.within, self._calibration.layout_constants)
         return [
@@ -315,12 +322,12 @@ class LayoutProfile:
         ]
 
     def _link_sides(self, setup: TrainSetup, total: float, band: float) -> tuple[float, float]:
-        """By how much longer and shorter the step may take, where its own band is `band` and nobody knows how fast PCIe
-        is between these GPUs: both are independent."""
-        if self._cluster.within.kind != "pcie":
+        """By how much longer and shorter the step may take, where its own band is `band` and nobody knows how fast the
+        links are: both are independent."""
+        if link_spread(self._cluster.within) == link_spread(self._cluster.between) == 1.0:
             return band, band
         steps = setup.optimizer, setup.micro_batch_seqs, setup.accumulation_steps
-        times = (self._loop.at_link(factor).step_s(*steps) for factor in (1 / PCIE_SPREAD, PCIE_SPREAD))
+        times = (self._loop.at_links(slow).step_s(*steps) for slow in (True, False))
         slower, faster = (exp(hypot(log(1 + band), log(other / total))) - 1 for other in times)
         return slower, faster
 
