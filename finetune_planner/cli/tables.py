@@ -29,7 +29,7 @@ from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.kernels import PLANNED_KERNELS
-from planner.planning.answer import NUM_RANKED, plan_workload
+from planner.planning.answer import NUM_RANKED, Explained, plan_workload
 from planner.planning.decision.alternatives import longest_tokens
 from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.policy import compare_kinds
@@ -40,6 +40,7 @@ from planner.planning.targets import compare_targets as choices_of_targets
 from reports.html import MAX_FULL_PLANS, Entry, report_html
 from reports.page import steps
 from reports.which import (
+    BY_METHOD_COLUMNS,
     SORTS,
     AdaptersSheet,
     GpusSheet,
@@ -107,7 +108,9 @@ def which_gpu(
     request_options = RequestOptions(
         **vars(space), **vars(job), seq_len=seq_len, global_batch=global_batch, headroom=headroom
     )
-    sheet = gpus_sheet(model, request_options, data, table, gathering, lookup, charts=out is not None)
+    wide = not as_json and console().width >= BY_METHOD_COLUMNS  # elsewhere nothing is shown of the other methods
+    explained: Explained = out is not None or ("classes" if wide else False)
+    sheet = gpus_sheet(model, request_options, data, table, gathering, lookup, explained)
     show_table(out, as_json, sheet)
     if out is not None:
         entries = [Entry(plan=choice.answer, name=choice.gpu.key) for choice in sheet.choices]
@@ -124,13 +127,12 @@ def gpus_sheet(
     table: TableOptions,
     gathering: options.JobGpus,
     lookup: options.Lookup,
-    *,
-    charts: bool = False,
+    explained: Explained = "classes",
 ) -> GpusSheet:
-    """The GPU table ranked for a model; `charts`: as `report_html` draws it."""
+    """The GPU table ranked for a model; `explained`: all of it where `report_html` draws it."""
     cards, spec = table.cards(), options.announced(lookup.model(model))
     request = request_for(spec, request_options, data.checked())
-    answers = _plans(spec, cards, request, gathering.of, charts=charts)
+    answers = _plans(spec, cards, request, gathering.of, explained)
     return GpusSheet(rank_gpus(answers, sort=table.sort), table.fitting)
 
 
@@ -147,17 +149,17 @@ def _plans(
     cards: list[GpuSpec],
     request: PlanRequest,
     cluster: Callable[[GpuSpec], Cluster | None],
-    *,
-    charts: bool,
+    explained: Explained,
 ) -> list[Plan | NoPlan]:
     """One plan per card; a card on which the options contradict each other (no kernel for them) is left out.
 
     Args:
-        charts: the plans are drawn, where they are few with their runners-up and with what would help.
+        explained: how much of each plan is shown; all where they are drawn, and where they are few with their
+            runners-up and with what would help.
     """
-    whole = charts and len(cards) <= MAX_FULL_PLANS
+    whole = explained is True and len(cards) <= MAX_FULL_PLANS
     num_ranked = NUM_RANKED if whole else 1
-    plan = partial(plan_workload, cache=WalkCache(), num_ranked=num_ranked, helped=whole, explained=charts or "classes")
+    plan = partial(plan_workload, cache=WalkCache(), num_ranked=num_ranked, helped=whole, explained=explained)
 
     def planned(card: GpuSpec) -> tuple[GpuSpec, Plan | NoPlan | UsageError]:
         try:
