@@ -78,7 +78,7 @@ def test_what_each_target_does_about_a_missing_template(lacks: bool | None) -> N
     )
     assert any(chat.OPTION in note for note in trl.notes) == (lacks is None)
     llamafactory = yaml.safe_load(EXPORTERS["llamafactory"](export_request).files[0].text)
-    assert llamafactory.get("template") == ("default" if lacks else None)
+    assert llamafactory.get("template") == ("default" if lacks else "empty")
     axolotl = yaml.safe_load(EXPORTERS["axolotl"](export_request).files[0].text)
     assert axolotl["chat_template"] == "tokenizer_default_fallback_chatml"
     for target in ("hf", "unsloth"):  # scripts ask the tokenizer

@@ -150,8 +150,8 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     command = common.after(env | (meeting if request.num_nodes > 1 else {}), COMMAND)
     runs = setup.replace(**{difference.field: difference.runs_as for difference in differences})
     notes = []
-    if _template(request) is None:
-        notes.append("No template is named: LLaMA-Factory takes the tokenizer's own; name one if it has none.")
+    if setup.packing and _stage(request) == "pt":
+        notes.append("Packed texts see their neighbours in the same block: it keeps apart samples with answers alone.")
     if "liger" in (setup.loss, setup.kernels, *(difference.runs_as for difference in differences)):
         notes.append("Needs liger-kernel.")
     if request.evaluates and not _evaluates(request, runs):
@@ -187,7 +187,9 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
             Line("dataset_dir", f"launch/{TARGET}", "holds dataset_info.json"),
             setting_line(LLAMAFACTORY, setup, "seq_len_tokens", "tokens; longer samples are cut"),
             setting_line(LLAMAFACTORY, setup, "packing"),
-            Line("neat_packing", True, "packed samples do not see each other") if setup.packing else None,
+            Line("neat_packing", True, "packed samples do not see each other")
+            if setup.packing and _stage(request) == "sft"
+            else None,
         ),
         section("batch", *common.batch_lines(LLAMAFACTORY, setup)),
         section(
@@ -231,16 +233,19 @@ _TEMPLATES = {
 """Its template of a model with eyes, which says what stands for a picture (0.9.5 `data/template.py`)."""
 
 
-def _template(request: ExportRequest) -> Line | None:
+def _template(request: ExportRequest) -> Line:
+    """Its template: one that leaves texts as they are, in which the model's own is written.
+
+    What it takes the tokenizer's for (0.9.5 `data/template.py` parse_template) stops at those of Gemma, Phi 3, Mistral
+    0.2, DeepSeek V3 and Qwen 3.5, and begins every question of Llama 3.1's with the system's turn.
+    """
     model = request.model
     if request.setup.images is not None and model is not None and model.model_type in _TEMPLATES:
         text = model.config.get("text_config", {}).get("model_type", "")
         return Line("template", text if text == "ministral3" else _TEMPLATES[model.model_type])
-    if not request.setup.objective_spec.supervised:
-        return Line("template", "empty", f"launch/{prepare.NAME} has written the model's own into the texts")
-    if request.columns == "prompt-completion":
-        return Line("template", "empty", "a text and how it goes on, no chat")
-    return Line("template", "default", "the tokenizer has none of its own") if chat.brought_along(request) else None
+    if chat.brought_along(request):
+        return Line("template", "default", "the tokenizer has none of its own")
+    return Line("template", "empty", f"launch/{prepare.NAME} has written the model's own into the texts")
 
 
 def _stage(request: ExportRequest) -> str:

@@ -27,7 +27,7 @@ FORMS = {
     "loggetta": "chats",
     "torchtune-in-bwd": "tokens",
 }
-"""Target -> what it reads of supervised data; LLaMA-Factory reads chats or texts."""
+"""Target -> what it reads of supervised data; LLaMA-Factory reads pieces of chats, chats or texts."""
 LINES = ("json", "csv")
 """How files are read that hold no picture, but paths to them."""
 
@@ -59,7 +59,9 @@ def form(request: ExportRequest, target: str) -> str:
     if not request.setup.objective_spec.supervised:
         return "pairs" if target == "llamafactory" else "rows"
     if target == "llamafactory":
-        return "text" if request.columns == "text" else "chats"
+        if request.columns == "text":
+            return "text"
+        return "chats" if chat.brought_along(request) else "pieces"
     if target in ("mlx", "loggetta") and (request.columns == "text" or request.loss_on == "all"):
         return "text"
     return FORMS.get(target, "")
@@ -108,7 +110,7 @@ def file(request: ExportRequest) -> LaunchFile:
     dataset, setup = request.dataset, request.setup
     head = (
         "Makes launch/data/ of a data set for all: python launch/prepare_data.py FORM",
-        "FORM is tokens, chats, answers, text, pairs, pictures or rows.",
+        "FORM is tokens, pieces, chats, answers, text, pairs, pictures or rows.",
         f"Files ending in {', '.join(SUFFIXES)} (and .gz), a directory of them, or a data set on the hub.",
     )
     placeholder = "" if dataset else "PUT YOURS HERE: a file, a directory or a hub id"
