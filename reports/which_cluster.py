@@ -33,9 +33,9 @@ def assumptions(options: Sequence[ClusterOption]) -> tuple[str, ...]:
         "Times are training alone: loading, evaluation, saving and failures are not counted.",
         *filter(None, notes),
         f"{prices}: within one node the median of what providers ask for one GPU; --price sets your own.",
-        "GPUs of one node talk over NVLink where the card has it, else over PCIe. Several nodes are one provider's "
-        "offer: its network and its price (the median one); a card that nobody is known to offer so is taken in one "
-        "node only. --interconnect changes it.",
+        "GPUs of one node talk over NVLink where the card comes with it, else over PCIe. Several nodes are one "
+        "provider's offer: its network and its price (the median one); a card that nobody is known to offer so is "
+        "taken in one node only. --interconnect changes it.",
         "Figures are the formula's, of what plan takes on each; without --gpu only clusters are planned that could be "
         "the smallest, the cheapest or the fastest.",
     )
