@@ -303,6 +303,8 @@ def comparison_table(results: Sequence[CheckResult]) -> Any:
 
 
 SETTINGS = (".yaml", ".yml", ".json", ".toml")
+SKIPPED_FILES = ("__init__.py",)
+"""What nobody starts."""
 SKIPPED_FOLDERS = ("node_modules", "__pycache__", "site-packages", "venv", "build", "dist")
 MAX_FILES = 5_000
 OUTCOMES = {
@@ -361,7 +363,7 @@ def candidates(folder: Path) -> Iterator[Path]:
             path = Path(place) / name
             if path.suffix in SETTINGS and path.is_file() and path.stat().st_size > MAX_FILE_BYTES:
                 continue
-            if name.endswith(SUFFIXES) or name in MAKEFILES:
+            if (name.endswith(SUFFIXES) or name in MAKEFILES) and name not in SKIPPED_FILES:
                 seen += 1
                 if seen > MAX_FILES:
                     return

@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "open.py").write_text(OPEN)
     (tmp_path / "online.py").write_text(ONLINE)
     (tmp_path / "helper.py").write_text("def f():\n    return 1\n")
+    (tmp_path / "__init__.py").write_text(OPEN)
     (tmp_path / "docker-compose.yml").write_text("services: {db: {image: postgres}}\n")
     (tmp_path / ".venv" / "fits.yaml").write_text(FITS)
     return tmp_path

@@ -32,6 +32,7 @@ def read(body: str, *, name: str = "train.py", arguments: tuple[str, ...] | None
 
 
 BATCHES = {
+    "a condition of type checkers": ("from typing import TYPE_CHECKING\nX = 4\nif TYPE_CHECKING:\n    X = 64\n", "X"),
     "a literal": ("", "4"),
     "a constant": ("BATCH = 4\n", "BATCH"),
     "arithmetic": ("TOTAL, STEPS = 32, 8\n", "TOTAL // STEPS"),

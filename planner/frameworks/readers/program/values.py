@@ -397,6 +397,8 @@ def truth(value: Value) -> bool | None:
         return True if value.entries else None if value.more else False
     if isinstance(value, Constant):
         return bool(value.data)
+    if isinstance(value, ImportedName) and value.name == "TYPE_CHECKING":
+        return False  # while a program runs
     return True if isinstance(value, ImportedName) and DTYPES.fullmatch(value.path) else None
 
 
