@@ -98,17 +98,20 @@ class FileContext:
         return None
 
     def find(self, value: str, *, exact: bool = False) -> Path | None:
-        """Where a file lies that is named by a relative path, None where there is none."""
-        if not self.roots or Path(value).is_absolute() or value.startswith("~"):
+        """Where a file lies that is named by a relative path, None where there is none. As text: a program's imports
+        ask hundreds of times."""
+        named = Path(value)
+        if not self.roots or named.is_absolute() or value.startswith("~"):
             return None
-        tops = [root.absolute() for root in self.roots]
-        candidates = [os.path.normpath(root / value) for root in tops]
-        if ".." in Path(value).parts:
+        tops = [os.path.abspath(root) for root in self.roots]
+        candidates = [os.path.normpath(os.path.join(top, value)) for top in tops]
+        above = ".." in named.parts
+        if above:
             candidates = [path for path in candidates if any(Path(path).is_relative_to(top) for top in tops)]
         if value.endswith(".py"):  # packages may lie in `src`
-            candidates += [os.path.join(root, "src", value) for root in tops]
-        if ".." not in Path(value).parts and not exact:
-            candidates += [os.path.join(root, Path(value).name) for root in (*tops[:2], tops[-1])]
+            candidates += [os.path.join(top, "src", value) for top in tops]
+        if not above and not exact:
+            candidates += [os.path.join(top, named.name) for top in (*tops[:2], tops[-1])]
         file = next((Path(path) for path in candidates if os.path.isfile(path) and not os.path.islink(path)), None)
         self.read.update([file] if file is not None else ())
         return file
