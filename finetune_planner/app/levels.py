@@ -74,8 +74,9 @@ def dry_run_setup(
     full_depth: bool = False,
     memory_bytes: int | None = None,
     planned: bool = False,
+    uneven: bool = True,
 ) -> Prediction | ProbeFailure:
-    """One dry run; `planned`: of a plan's own setup."""
+    """One dry run; `planned`: of a plan's own setup; `uneven`: samples may differ in length (`with_padding`)."""
     missing = dry_run_possible()
     if missing:
         message = f"{missing} not installed ({install_command('torch')})"
@@ -91,7 +92,9 @@ def dry_run_setup(
 
         card = with_memory(gpu, memory_bytes)
         outcome = dry_run(model, card, setup, full_depth=full_depth, planned=planned)
-        return outcome if isinstance(outcome, ProbeFailure) else with_padding(outcome, model, card, setup)
+        if isinstance(outcome, ProbeFailure) or not uneven:
+            return outcome
+        return with_padding(outcome, model, card, setup)
 
 
 OVER_MICRO_BATCHES = 128
@@ -224,7 +227,8 @@ def _answered(
     def run(setup: TrainSetup) -> Prediction | ProbeFailure:
         where = f" on one of {setup.num_gpus} GPUs ({setup.parallel})" if setup.num_gpus > 1 else ""
         _say(f"dry run of the real step{where}: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
-        return dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes, planned=True)
+        model, gpu, memory, uneven = workload.model, workload.gpu, workload.memory_bytes, workload.uneven
+        return dry_run_setup(model, gpu, setup, memory_bytes=memory, planned=True, uneven=uneven)
 
     try:
         dry_runs_ahead(workload.num_gpus)

@@ -299,9 +299,8 @@ def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Cand
     evaluated = candidate(workload, setup)
     if not isinstance(chosen.dry_run, Prediction):
         return evaluated
-    return replace(
-        evaluated, dry_run=dry_run_setup(workload.model, workload.gpu, setup, memory_bytes=workload.memory_bytes)
-    )
+    model, gpu, memory, uneven = workload.model, workload.gpu, workload.memory_bytes, workload.uneven
+    return replace(evaluated, dry_run=dry_run_setup(model, gpu, setup, memory_bytes=memory, uneven=uneven))
 
 
 def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:

@@ -175,9 +175,9 @@ class Workload:
 
     @property
     def uneven(self) -> bool:
-        """Whether samples may differ in length: unless those of a file are known not to."""
+        """Whether samples may differ in length: unless those of a file are known not to (their mean rounds)."""
         fractions = self.data.real_fractions
-        return not fractions or min(fractions) < 1
+        return not fractions or min(fractions) < 1 - 1e-9
 
     @property
     def seqs_per_sample(self) -> int:

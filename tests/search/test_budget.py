@@ -143,7 +143,7 @@ def test_work_in_this_process_ends_when_time_is_up() -> None:
 
 
 def test_a_dry_run_ends_with_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune_planner.app.levels.dry_run_setup", lambda *args: time.sleep(LONG_S))
+    monkeypatch.setattr("finetune_planner.app.levels.dry_run_setup", lambda *args, **options: time.sleep(LONG_S))
     monkeypatch.setattr("finetune_planner.app.tuning.least_probe_s", lambda *args, **values: 0.0)
     plan, took_s = tuned(tmp_path, 2.0, dry_run=True)
     assert took_s < 2.0 + SLACK_S

@@ -223,7 +223,7 @@ def test_dry_run_that_breaks_or_does_not_follow_leaves_the_answer_to_the_probe(
 ) -> None:
     spreads: list[str] = []
 
-    def dry_run(model: object, gpu: object, setup: TrainSetup) -> ProbeFailure:
+    def dry_run(model: object, gpu: object, setup: TrainSetup, **options: object) -> ProbeFailure:
         spreads.append(setup.parallel)
         if len(spreads) == 1:
             raise ZeroDivisionError("float division by zero")

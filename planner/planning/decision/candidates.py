@@ -16,10 +16,10 @@ def candidate(workload: Workload, setup: TrainSetup, *, padding: bool = True) ->
     """A setup with its formula prediction against the workload's budget.
 
     Args:
-        padding: what samples that differ in length take is in its band and its notes: not needed of what is measured,
-            or where only peak and speed are asked for.
+        padding: what samples that differ in length take is in its band and its notes, where they may: not needed of
+            what is measured, or where only peak and speed are asked for.
     """
-    level = predict_with_padding if padding else predict
+    level = predict_with_padding if padding and workload.uneven else predict
     prediction = level(workload.model, workload.gpu, setup, workload.cluster, planned=True)
     return Candidate(setup=setup, budget_bytes=workload.budget_bytes, formula=prediction)
 
