@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from planner.core.errors import SetupError
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
+from planner.setup import TrainSetup
 from planner.setup.allowed import EXPERT_TARGETS, TARGET_SETS
 
 Targets = str | tuple[str, ...]
@@ -111,6 +112,17 @@ def adapts_expert_stacks(model: ModelSpec, targets: Targets) -> bool:
     """Whether stacked expert parameters get adapters: PEFT then refuses dropout, and materialises the whole
     delta of every expert in each forward."""
     return any(linear.is_stack for _, _, linears in lora_linears(model, targets) for linear in linears)
+
+
+def dropout_refusal(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why PEFT stops before the first step of adapters with a dropout, "" where it does not.
+
+    Source: peft 0.21 `tuners/lora/layer.py` ParamWrapper.
+    """
+    if setup.method == "full" or not setup.lora_dropout or setup.trainer.grouped_experts:
+        return ""
+    stacked = setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
+    return "peft has no LoRA dropout on stacked experts: lora_dropout 0, or --targets attention" if stacked else ""
 
 
 def attention_target_names(model: ModelSpec) -> tuple[str, ...]:

@@ -76,6 +76,8 @@ def dimension_values(workload: Workload) -> Values:
             f"{workload.model.model_id} is an encoder: it predicts no next token, and masked words are not planned",
             hint=f"give --objective {' or '.join(OF_ENCODERS)}",
         )
+    if workload.objective_spec.head == "score" and workload.model.unscored:
+        raise UsageError(workload.model.unscored, hint="give another model")
     if "objective" in workload.fixed:
         _keep_for_objective(values, workload, OBJECTIVES[workload.fixed["objective"][0]])
     _keep_as_stored(values, workload)

@@ -27,7 +27,7 @@ from planner.options.rollouts import COLOCATED, Rollout, open_rollouts
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan
 from planner.planning.plan_request import PlanRequest
-from planner.planning.predict import predict
+from planner.planning.predict import cannot_run, predict
 from planner.planning.space import PREFERENCE_FRACTION
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
@@ -742,3 +742,15 @@ def test_axolotls_grpo_is_read_with_its_rollout() -> None:
 def test_a_row_that_ms_swift_packs_with_pairs_is_counted_as_one_that_fills_it() -> None:
     setup = read_text(SWIFT.format("rlhf --rlhf_type dpo --packing true"), "run.sh").setup
     assert (setup.seq_len_tokens, setup.packing) == (256, False)
+
+
+def test_what_transformers_or_peft_stop_before_the_first_step_cannot_run() -> None:
+    card = find_gpu("h100-sxm")
+    cohere, mixture = loaded("CohereLabs/aya-23-8B"), loaded("Qwen/Qwen3-30B-A3B")
+    assert "AutoModelForSequenceClassification" in cannot_run(cohere, card, TrainSetup(objective="reward"))[0]
+    assert cannot_run(cohere, card, TrainSetup(objective="dpo", loss="chunked")) == ()
+    dropped = TrainSetup(lora_dropout=0.05)
+    assert "no LoRA dropout on stacked experts" in cannot_run(mixture, card, dropped)[0]
+    assert cannot_run(mixture, card, dropped.replace(lora_targets="attention")) == ()
+    with pytest.raises(UsageError, match="no class of cohere that scores"):
+        plan_workload(plan_request("CohereLabs/aya-23-8B", fixed={"objective": ("reward",)}))
