@@ -115,7 +115,7 @@ def build_reference(
     """
     if not setup.copies_reference:
         return None
-    plain = setup.replace(checkpointing=0, activation_offload=False, kernels="eager")
+    plain = setup.replace(checkpointing=0, selective_checkpointing=False, activation_offload=False, kernels="eager")
     return build_from_config(copy.deepcopy(config), plain, device=device, attention=attention, seed=seed).eval()
 
 

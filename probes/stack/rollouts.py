@@ -37,6 +37,8 @@ def generate(setup: TrainSetup, inner: Any, forward: Any, tell: Tell) -> None:
             tell("forward", index)
             tokens, window = setup.seq_len_tokens - 2, getattr(layer, "sliding_window", None)
             length = min(tokens, window - 1) if window else tokens  # a layer with a window keeps that
+            if hasattr(layer, "cumulative_length"):  # and its mask is of so many as it has seen
+                layer.cumulative_length = tokens
             for name in ("keys", "values"):
                 old = getattr(layer, name, None)
                 if isinstance(old, torch.Tensor):

@@ -11,7 +11,9 @@ import pytest
 from benchmarks.trace_vs_dryrun import config_of
 from planner.hardware.gpus import find_gpu
 from planner.memory.states import weight_bytes
+from planner.models import catalogue
 from planner.models.families import spec_from_config
+from planner.models.spec import UNSCORED
 from planner.options.objectives import OBJECTIVES
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
@@ -20,7 +22,7 @@ from planner.speed.operators import ISSUERS
 from planner.speed.prices import needed_flops
 from planner.speed.timeline import BAND_FRACTION
 from probes.dryrun import DryRunReport
-from tests.probes.dryrun_small import dried, reported
+from tests.probes.dryrun_small import agreeing, dried, reported, small_spec
 from tests.whole import paired, some
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,6 +67,34 @@ def agreed(objective: str, changes: dict[str, Any]) -> DryRunReport:
 def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> None:
     report = agreed(objective, changes)
     assert report.depth < report.num_layers == 8  # the extra forwards repeat with the layers
+
+
+def test_a_type_without_a_family_is_read_for_its_adapters_whatever_its_head() -> None:
+    card, small = find_gpu("a100-80gb"), small_spec("olmo")
+    for objective, stack in (("classification", "hf"), ("embedding", "sentence-transformers")):
+        setup = TrainSetup(
+            objective=objective, stack=stack, lora_targets="attention", seq_len_tokens=512, micro_batch_seqs=2
+        )
+        agreeing(small, card, setup, 0.05)
+
+
+def test_generation_is_followed_where_layers_with_a_window_get_a_mask_of_all_they_have_seen() -> None:
+    setup = TrainSetup(objective="grpo", loss="chunked", attention="eager", seq_len_tokens=256, micro_batch_seqs=8)
+    dried(small_spec("gemma3_text"), find_gpu("a100-80gb"), setup)
+
+
+def test_a_reference_is_built_without_selective_checkpoints() -> None:
+    agreed("dpo", {"method": "full", "precision": "bf16-mixed", "selective_checkpointing": True})
+
+
+def test_every_type_that_nothing_scores_is_known() -> None:
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    types = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(entry.model_type for entry in catalogue.entries())}
+    assert types - set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) == UNSCORED
 
 
 @pytest.mark.parametrize(
