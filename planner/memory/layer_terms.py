@@ -436,7 +436,7 @@ def lora_mlp(layer: LayerSpec, context: LayerContext) -> bool:
     return fuses_lora and gated_fused(layer.mlp, context) and {"gate", "up", "down"} <= roles
 
 
-def _between_dense(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, input_dtype: str) -> int:
+def between_dense(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, input_dtype: str) -> int:
     """What a dense MLP keeps between its projections.
 
     Gated: the gate (for the activation's backward), the activated gate and the up projection (for their product).
@@ -505,7 +505,7 @@ def add_mlp(
         shared = inputs_saved(dense, context, normed, kept_elsewhere=shares, pinned_elsewhere=shares and one_norm)
         saved.add("mlp", shared)
         down = [linear for linear in by_role.get("down", ()) if not linear.is_expert]
-        saved.mlp += _between_dense(layer.mlp, down, context, normed)
+        saved.mlp += between_dense(layer.mlp, down, context, normed)
         # a fused LoRA function computes the last matrix's input anew
         unsaved = layer.mlp.activation == "relu" or lora_mlp(layer, context)
         activated = activation_dtype(layer.mlp.activation, context.dtypes, context.dtypes.linear_out(normed))

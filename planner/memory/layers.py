@@ -15,6 +15,7 @@ from planner.memory.layer_terms import (
     ScoreBytes,
     activation_dtype,
     add_mlp,
+    between_dense,
     by_input,
     dispatched_moments,
     eager_scores,
@@ -364,7 +365,9 @@ def _mlp_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple
     if down.name not in context.adapted:
         return max(wide * width, gradients - gone), wide * width
     _, backward = adapter_temporaries(width, activated, context)
-    end = at_last_matrix(layer, context, saved) if context.setup.checkpointing else 0
+    end = 0
+    if context.setup.checkpointing:
+        end = max(at_last_matrix(layer, context, saved), at_first_matrix(layer, context, saved))
     together = (wide + SIZE_BYTES[dtypes.autocast or activated]) * width - gone  # the base multiplies in 16 bits
     return max(end, backward - gone, together + wide * width, gradients - gone), together
 
@@ -388,6 +391,33 @@ def at_last_matrix(layer: LayerSpec, context: LayerContext, saved: Saved) -> int
     product = 0 if shared else SIZE_BYTES[activated] * down.in_features
     results = SIZE_BYTES[dtypes.linear_out(dtypes.residual)] + SIZE_BYTES[dtypes.autocast or dtypes.adapter]
     return copies + product + (results + HELD * SIZE_BYTES[dtypes.residual]) * context.hidden
+
+
+def at_first_matrix(layer: LayerSpec, context: LayerContext, saved: Saved | None = None) -> int:
+    """Bytes per token when the adapter of a dense MLP's last first matrix (up, or gate and up at once) has its product,
+    and that scaled, beside the matrix's own result: both are fp32 without autocast, where adapters are.
+
+    Args:
+        saved: what the layer keeps at the end of a recomputed forward, beside which this is counted, with the gradients
+            that wait at its last matrix; None: of a forward that keeps nothing.
+
+    Source: peft 0.21 `tuners/lora/layer.py` Linear.forward.
+    """
+    mlp, dtypes, setup = layer.mlp, context.dtypes, context.setup
+    firsts = [linear for linear in layer.linears if linear.role in ("up", "gate_up") and linear.name in context.adapted]
+    if mlp is None or mlp.kind == "moe" or not firsts or not setup.kind.like_lora or "lora" in context.fused:
+        return 0
+    width, stream = firsts[0].out_features, SIZE_BYTES[dtypes.residual] * context.hidden
+    multiplied = SIZE_BYTES[dtypes.autocast or dtypes.adapter]
+    result, activated = SIZE_BYTES[dtypes.linear_out(dtypes.residual)], mlp.kind != "plain" and firsts[0].role == "up"
+    if saved is None:
+        cast = SIZE_BYTES[dtypes.adapter] * context.hidden * (handed_on(dtypes, dtypes.residual) != dtypes.residual)
+        return (2 * multiplied + (1 + activated) * result) * width + cast + 2 * stream
+    downs = [linear for linear in layer.linears if linear.role == "down"]
+    later = between_dense(mlp, downs, context, _normed_dtype(layer, context)) + saved.down
+    made = 1 + activated * (1 if gated_fused(mlp, context) else 2)  # gate, and what activates it, are kept by then
+    waiting = (multiplied + result * (multiplied != result)) * context.hidden + (HELD + 1) * stream
+    return (2 * multiplied + made * result) * width - later // context.tokens + waiting
 
 
 HELD = 1
@@ -468,6 +498,7 @@ def forward_temporary(layer: LayerSpec, context: LayerContext) -> int:
     if down is not None:
         activated = input_dtype(down, layer, context)
         mlp = max(mlp, size * mlp_width(layer) + adapter_temporaries(mlp_width(layer), activated, context)[0])
+    mlp = max(mlp, at_first_matrix(layer, context))
     if context.setup.stream_degree > 1:  # beside its input, gathered; at its end what the ranks' products add up to
         mlp = size * max(3 * mlp_width(layer) + context.hidden, mlp_width(layer) + 2 * context.hidden)
     scores = exchange = 0
@@ -586,7 +617,8 @@ class LayerCosts:
         saved: kept for the backward, by part.
         entry: a checkpointed layer's input.
         selective_bytes: what selective checkpointing keeps of it.
-        forward: temporaries of its forward; `merged`: stacks of experts that live through a forward that keeps nothing.
+        forward: temporaries of its forward; `reference`: of one without adapters; `merged`: stacks of experts that
+            live through a forward that keeps nothing.
         extra_bytes: in a forward that keeps everything: DoRA's largest norm, or what the last matrix's adapter has.
         moments: of its backward, as (gradients of activations, a dequantized matrix), always in the same order.
         dequantized: its largest matrix in 16 bits, where it is quantized.
@@ -597,6 +629,7 @@ class LayerCosts:
     entry: int
     selective_bytes: int
     forward: int
+    reference: int
     merged: int
     extra_bytes: int
     moments: tuple[tuple[int, int], ...]
@@ -676,6 +709,7 @@ def layer_costs(
                 entry=SIZE_BYTES[of_layer.residual] * context.hidden * context.stream.tokens * model.traits.streams,
                 selective_bytes=selective_checkpoint_bytes(layer, context),
                 forward=forward_temporary(layer, context),
+                reference=forward_temporary(layer, replace(context, adapted=frozenset())),
                 merged=merged_stacks(layer, context),
                 extra_bytes=extra_bytes,
                 moments=((backward_temporary(layer, context, saved), 0), *moments),

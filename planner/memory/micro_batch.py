@@ -228,7 +228,8 @@ def step_dtype_policy(model: ModelSpec, setup: TrainSetup) -> DtypePolicy:
     """
     dtypes = dtype_policy_of(setup)
     traits = model.traits
-    widened = dtypes.returns_input or model.reads_both_ways
+    embedded = any("embed" in norm.name for norm in model.outer_norms)  # Bloom's table has a norm behind it
+    widened = dtypes.returns_input or model.reads_both_ways or embedded
     if dtypes.autocast and (traits.streams > 1 or (widened and traits.norm == "layer")):
         return replace(dtypes, residual="fp32")
     return dtypes
@@ -329,7 +330,7 @@ def activation_parts(
     reference = ReferenceForward()
     if setup.asks_reference:
         frames = 4 * SIZE_BYTES[ground.dtypes.residual] * model.hidden_size * setup.forward_tokens
-        layer = max(cost.forward + cost.merged for cost in costs)
+        layer = max(cost.reference + cost.merged for cost in costs)
         reference = ReferenceForward(frames, layer, casts[0] if setup.copies_reference else 0)
     sound = 0
     if model.front_end is not None:  # stays until the step's end as pixels do
