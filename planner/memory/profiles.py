@@ -569,7 +569,11 @@ def profiled_step(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Profiled
 def step_of(
     profile: StepProfile, model: ModelSpec, setup: TrainSetup, gpu: GpuSpec | None = None
 ) -> ProfiledStep | None:
-    """A profile at a setup's length and rank; None where such samples were not run."""
+    """A profile at a setup's length and rank; None where such samples were not run: beyond a window FlashAttention is
+    handed no mask, and what was run there is SDPA."""
+    windows = (layer.attention.window_tokens for layer in model.layer_kinds if layer.attention is not None)
+    if setup.attention == "flash-attention-2" and any(window and window <= setup.seq_len_tokens for window in windows):
+        return None
     step = ProfiledStep(profile, model, setup, gpu)
     return step if step.complete else None
 
