@@ -18,6 +18,7 @@ from planner.models.spec import READ_BOTH_WAYS, ModelSpec
 from planner.planning.evidence.bands import memory_band
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict
+from tests.whole import some
 
 DATA = Path(__file__).parents[2] / "benchmarks/data"
 RANKS = ("dry_runs", "context", "experts", "objectives", "stages")
@@ -39,7 +40,7 @@ def points() -> Iterator[tuple[str, str, ModelSpec, str, TrainSetup, int]]:
     def load(name: object) -> ModelSpec:
         return loaded(models[str(name).lower()])
 
-    for row in frozen():
+    for row in some(frozen(), 2):
         setup = setup_from_dict(row["setup"])
         yield "grid", row["model_type"], load(row["model"]), row["gpu"], setup, row["dry_run_allocated"]
     for cell, record in adapter_kinds.kept().items():
@@ -79,7 +80,7 @@ def errors() -> Errors:
 
 def test_closed_forms_stay_as_close_to_the_dry_run_as_the_docs_say(errors: Errors) -> None:
     ordered = sorted(abs(error) for (name, _), each in errors.items() if name == "grid" for error, _ in each)
-    assert len(ordered) >= 3000
+    assert len(ordered) >= 1500
     assert median(ordered) <= MEDIAN
     assert ordered[int(0.95 * len(ordered))] <= HIGH
 

@@ -115,16 +115,16 @@ def test_like_of_a_known_name_is_a_mistake() -> None:
 
 
 def test_the_bands_hold_what_known_types_read_as_strangers_are_off_by() -> None:
-    """Every third model of the catalogue that `--like` can read, three setups each."""
+    """Every fifth model of the catalogue that `--like` can read, three setups each."""
     num = 0
-    for known_by_size, spec in some([*pairs()], 3):
+    for known_by_size, spec in some([*pairs()], 5):
         for name, peak, time in errors(known_by_size, spec):
             wide = known_by_size.like == "mixture" and name == "LoRA, no checkpointing"
             band = LIKE_MIXTURE_ADAPTED_BAND if wide else LIKE_BANDS[known_by_size.like]
             assert abs(peak) <= band, (spec.model_id, name)
             assert abs(time) <= LIKE_TIME_BANDS[known_by_size.like], (spec.model_id, name)
             num += 1
-    assert num > 80
+    assert num > 45
 
 
 def test_the_prediction_says_how_it_was_made() -> None:

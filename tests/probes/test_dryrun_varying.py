@@ -109,11 +109,11 @@ def test_micro_batches_hold_the_longest_of_the_epoch_and_the_same_seed_the_same(
 def test_estimate_says_it_beside_constant_lengths(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finetune_planner.app.levels.OVER_MICRO_BATCHES", 24)
+    monkeypatch.setattr("finetune_planner.app.levels.OVER_MICRO_BATCHES", 8)
     words = ["estimate", "gpt2", "--gpu", "t4", "--seq-len", "128", "--micro-batch", "2", "--lengths", "60:30"]
     assert run([*words, "--no-expandable-segments"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Over 24 shuffled micro-batches of" in text
+    assert "Over 8 shuffled micro-batches of" in text
     assert "all of them at 128:" in text
     assert run([*words, "--json=full"]) == 0
     document = json.loads(capsys.readouterr().out)["over_lengths"]
