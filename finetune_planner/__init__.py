@@ -11,6 +11,7 @@
 Errors are `PlannerError`s with a `hint`; that nothing fits is an answer (`answer.fits`), not an error.
 """
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -61,5 +62,9 @@ def __getattr__(name: str) -> Any:
     a child process or a traced program needs little of it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "main":
+        # Its imports and a plan make tens of thousands of small objects that live until it ends: collecting them time
+        # and again costs the command more than they hold.
+        gc.set_threshold(200_000)
     attribute = globals()[name] = getattr(import_module(_HOMES.get(name, f"{__name__}.api")), name)
     return attribute

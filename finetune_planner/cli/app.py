@@ -139,10 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Errors go to stderr with a `hint:`; stdout is data.
     """
-    # A plan makes tens of thousands of small objects that live until it ends: collecting them time and again costs it
-    # more than they hold.
-    gc.set_threshold(200_000)
-    atexit.register(gc.freeze)  # and the interpreter's last collections would go through all of them again
+    atexit.register(gc.freeze)  # the interpreter's last collections would go through all that a plan made
     open_closed_streams()
     if isinstance(sys.stdout, TextIOWrapper):  # an encoding that lacks a character of a name is no reason to fail
         sys.stdout.reconfigure(errors="backslashreplace")
