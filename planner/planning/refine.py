@@ -126,7 +126,8 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         plan = plan_with(corrections)
     if failed and not runs and isinstance(plan, Plan):
         failure, model = next(iter(failed.values())), plan.workload.model
-        if not MODALITIES.isdisjoint(model.config):
+        ran = not all(map(why_no_dry_run, failed))  # else nothing was tried
+        if ran and not MODALITIES.isdisjoint(model.config):
             reason = f"no step of {model.model_id} was seen to run on text alone ({failure.message[:300]})"
             raise NotPlanned(
                 f"{reason}; what it makes of pictures or sound is not planned",

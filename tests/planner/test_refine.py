@@ -164,13 +164,15 @@ def test_where_nothing_that_fits_runs_there_is_no_plan() -> None:
     assert quantized[0].needed_bytes is None  # a million times what it needs is no figure
 
 
-def test_a_stranger_whose_own_class_trains_on_no_text_alone_is_refused() -> None:
+def test_a_stranger_whose_own_class_trains_on_no_text_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """BLIP-2's forward requires pixel_values: a plan of text alone is none of what a person trains."""
     workload = stranger(memory_gib=24)
     model = replace(workload.model, config={**workload.model.config, "vision_config": {}})
     with pytest.raises(NotPlanned, match=r"run on text alone \(no such product"):
         refine(planning(replace(workload, model=model)), lambda setup: FAILURE)
     assert isinstance(refine(planning(workload), lambda setup: FAILURE), Plan)
+    monkeypatch.setattr("planner.planning.refine.why_no_dry_run", lambda setup: "DeepSpeed's engine")
+    assert isinstance(refine(planning(replace(workload, model=model)), lambda setup: FAILURE), Plan)
 
 
 def test_a_stranger_that_its_formula_finds_a_little_too_large_is_run_before_nothing_is_said_to_fit() -> None:
