@@ -67,7 +67,7 @@ def test_walk_peak_of_spreads_that_are_only_taken_when_asked_for(parallel: str) 
 
 
 def test_walk_keeps_the_global_batch_and_the_speed_of_all_gpus() -> None:
-    workload = _workload("qwen/qwen2.5-1.5b", "a100-80gb", 8)
+    workload = _workload("qwen/qwen2.5-1.5b", "a100-80gb", 8, attention=("sdpa",), loss=("chunked",))
     layouts = some([layout for layout in all_layouts(workload) if not layout.reason], 6)
     points = list(walk(workload, dimension_values(workload), layouts))
     assert workload.cluster is not None
