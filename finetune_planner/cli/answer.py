@@ -103,13 +103,16 @@ def request_of(
         packing=request.packing,
         held_out=_held_out(stats, objective, spec, request),
     )
-    left_out = f", {stats.num_left_out:,} rows without any left out" if stats.num_left_out else ""
+    num = stats.num_left_out
+    left_out = f", {num:,} row{'s' * (num > 1)} without any left out" if num else ""
     rows = ""
     if stats.rows_per_sample > 1:
         rows = (
             f", prepared as {stats.num_rows:,} rows as the chat template writes earlier answers otherwise than the last"
         )
     tell(f"{data.dataset}: {stats.num_samples:,} samples{left_out}{rows}, {stats.counted_with}; {choice.reason}")
+    if stats.refused:
+        tell(f"warning: {data.dataset}, {stats.refused}; launch files stop there")
     lengths = choice
     if objective.rolls_out:  # the samples that are made of the prompts
         rollout = request.fixed().get("rollout", (Rollout(),))[0]

@@ -52,7 +52,10 @@ class ChatTemplate:
         except Exception as error:
             if len(turns) < 2 or turns[0]["role"] != "system":
                 roles = [turn["role"] for turn in turns]
-                raise DataError(f"the model's chat template takes no chat of {roles}: {error}") from error
+                raise DataError(
+                    f"the model's chat template takes no chat of {', '.join(roles)[:200]}: {error}",
+                    "take such turns out, or a model whose template knows them",
+                ) from error
             return self.render(self.folded(turns), tools, asks=asks)
 
     @staticmethod

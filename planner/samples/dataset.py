@@ -67,6 +67,7 @@ class DatasetStats:
         lengths_tokens: of the rows of the measured samples, ascending; starts_tokens: of each, where its first answer
             begins; empty where nothing is asked.
         answers_fraction: share of their tokens that answer; None where nothing is asked.
+        refused: the first measured sample that the model's chat template does not take, and why; "" where none is.
     """
 
     path: str
@@ -78,6 +79,7 @@ class DatasetStats:
     rows_per_sample: float = 1.0
     starts_tokens: tuple[int, ...] = field(default=(), repr=False)
     answers_fraction: float | None = None
+    refused: str = ""
 
     def __post_init__(self) -> None:
         if not self.lengths_tokens:
@@ -264,7 +266,7 @@ def measure(
     count, counted_with = token_counter(tokenizer)
     dice = random.Random(0)
     measured: list[list[tuple[int, int, int]]] = []  # (whole, answers, before the first) of every row of a sample
-    split, kind, total, left_out, num_rows = row_per_answer and loss_on != "all", "", 0, 0, 0
+    split, kind, refused, total, left_out, num_rows = row_per_answer and loss_on != "all", "", "", 0, 0, 0
     for number, row in enumerate(_rows(path, columns), 1):
         kind = kind or _kind(row, kinds, str(path))
         try:
@@ -283,6 +285,8 @@ def measure(
                 rows = _chat_lengths(sample, count, loss_on, split)
             else:
                 rows = [_length(sample, kind, count, f"{path}: sample {number}")]
+            if not refused and isinstance(count, TokenizerChild) and count.refused:
+                refused = f"sample {number}: {count.refused}"
             measured[index : index + 1] = [rows]
             num_rows += len(measured[index])
     if left_out and not total:
@@ -297,6 +301,7 @@ def measure(
         starts_tokens=tuple(start for _, _, start in lengths) if kind in SUPERVISED[:2] and loss_on != "all" else (),
         counted_with=counted_with,
         num_left_out=left_out,
+        refused=refused,
         rows_per_sample=len(lengths) / max(1, len(measured)),
         answers_fraction=sum(answers for _, answers, _ in lengths) / whole
         if kind in SUPERVISED[:2] and whole

@@ -106,6 +106,7 @@ class TokenizerChild:
 
     def __init__(self, file: Path) -> None:
         self.name = file.name
+        self.refused = ""  # what the first chat was that the template does not take
         self.process = subprocess.Popen(
             python_argv("-m", "planner.samples.tokenizing", str(file), str(TEXT_LIMIT_S)),
             stdin=subprocess.PIPE,
@@ -124,6 +125,9 @@ class TokenizerChild:
         """(tokens, those of its answers, those before the first) of every row that a chat becomes as the template
         beside the file writes it (`planner.samples.chats`); None where none does."""
         rows = self._reply([chat, loss_on])
+        if isinstance(rows, dict):
+            self.refused = self.refused or rows["refused"]
+            return None
         return [(whole, answers, before) for whole, answers, before in rows] if rows else None
 
     def _reply(self, question: Any) -> Any:
@@ -189,8 +193,10 @@ def main() -> None:
             if isinstance(question, str):
                 answer = len(tokenizer.encode(question, add_special_tokens=False).ids)
             elif (template := read_template()) is not None:
-                with suppress(DataError):  # a chat that the template does not take
+                try:
                     answer = [_sizes(tokenizer, *row) for row in template.rows(*question)]
+                except DataError as error:
+                    answer = {"refused": str(error)[:300]}
             print(json.dumps(answer), flush=True)
     except BaseException as error:  # a panic of the library is no Exception
         print(json.dumps(str(error)[:200] or type(error).__name__), flush=True)

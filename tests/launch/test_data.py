@@ -3,6 +3,7 @@ loss is on the answers and nothing else, and one process trains every case."""
 
 import io
 import json
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -113,6 +114,27 @@ def test_a_model_out_of_reach_is_said(place: Path) -> None:
 def test_the_loss_on_all_is_on_all(name: str, place: Path) -> None:
     prepared(place, asked(name, loss_on="all"))
     assert all(row["labels"] == row["input_ids"] for row in made(place, "tokens"))
+
+
+def test_a_chat_that_the_template_does_not_take_is_said_before_and_where_it_stands(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer().save_pretrained(place / "strict")
+    shutil.copy(place / "llama" / "config.json", place / "strict")
+    refusing = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('No tools') }}{% endif %}{% endfor %}"
+    )
+    (place / "strict" / TEMPLATE_FILE).write_text(refusing + tokenizer().chat_template)
+    plain = {"messages": [ASKED, BEE]}
+    (place / "tools.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in (plain, {"messages": []}, plain, CHAT))
+    )
+    words = ["./strict", "--gpu", "rtx-3060-12gb", "--dataset", "tools.jsonl", "--no-dry-run", "--out", "strict-plan"]
+    assert run(words) == 0
+    refusal = "the model's chat template takes no chat of user, assistant, tool, assistant, user: No tools"
+    assert f"warning: tools.jsonl, sample 4: {refusal}" in capsys.readouterr().err
+    with pytest.raises(Exception, match=f"tools.jsonl, row 4: {refusal}"):
+        make_data(place / "strict-plan", "tokens")
 
 
 @pytest.mark.parametrize("loss_on", ["answers", "all"])
