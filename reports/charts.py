@@ -46,7 +46,7 @@ def memory_bars(
     ]
     labels = [clean(label) for label, _ in shown]
     # The numbers under the bars.
-    header = ("candidate", "level", *(CATEGORY_WORDS[name] for name in names), "device peak", "measured")
+    header = ("candidate", "level", *(CATEGORY_WORDS[name] for name in names), "device peak by this level", "measured")
     rows = [
         (
             label,

@@ -42,6 +42,7 @@ from reports.rows import (
     breakdown,
     chosen_and_alternatives,
     compared,
+    compared_words,
     evidence_columns,
     notes_of,
     source_rows,
@@ -189,6 +190,7 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "environment": table_of(SOURCE_HEADER, source_rows(plan, extras), figures=False),
         "tiles": _tiles(plan, chosen),
         "beside": compared(plan) if isinstance(plan, Plan) and plan.alternatives else [],
+        "beside_note": compared_words(plan, compared(plan)) if isinstance(plan, Plan) else "",
         "remedies": table_of(text.REMEDY_HEADER, text.remedy_rows(plan)) if isinstance(plan, NoPlan) else None,
     }
     view["sections"] = _sections(view)

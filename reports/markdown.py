@@ -9,7 +9,7 @@ from planner.setup.outcome import Candidate, ProbeFailure
 from reports import text
 from reports.extras import Extras
 from reports.plain import clean
-from reports.rows import SOURCE_HEADER, breakdown, compared, evidence_columns, notes_of, source_rows
+from reports.rows import SOURCE_HEADER, breakdown, compared, compared_words, evidence_columns, notes_of, source_rows
 from reports.setup_text import setup_difference, setup_words, workload_words
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~#&])")
@@ -149,8 +149,8 @@ def _alternatives(plan: Plan) -> list[str]:
     if not plan.alternatives:
         return []
     rows = []
-    chosen = plan.chosen
-    for label, candidate, peak, speed, trade in compared(plan):
+    chosen, shown = plan.chosen, compared(plan)
+    for label, candidate, peak, speed, trade in shown:
         rows.append(
             (
                 label,
@@ -165,7 +165,8 @@ def _alternatives(plan: Plan) -> list[str]:
             )
         )
     header = ("", "difference", "tokens/s", "from", "peak", "from ", "rank", "fits", "what it costs or buys")
-    return ["## Beside it", table(header, rows, right=("tokens/s", "peak", "rank"))]
+    words = escape(compared_words(plan, shown))
+    return ["## Beside it", table(header, rows, right=("tokens/s", "peak", "rank")), words]
 
 
 def _sensitivity(extras: Extras) -> list[str]:

@@ -1,6 +1,6 @@
 """Rows from candidates: what the terminal, Markdown and HTML reports all draw, as plain data."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure
 from reports.extras import Extras
 from reports.plain import clean
-from reports.text import LEVEL_WORDS
+from reports.text import LEVEL_WORDS, memory_mark, speed_mark
 
 CATEGORY_WORDS = {
     "weights": "weights",
@@ -170,6 +170,25 @@ def compared(plan: Plan) -> list[Row]:
         Row(label, candidate, peak, corrected(speed), trade)
         for (label, candidate, trade), (peak, speed) in zip(rows, figures, strict=True)
     ]
+
+
+def compared_words(plan: Plan, rows: Sequence[Row]) -> str:
+    """The levels that `compared` took its figures from, and that they are not the chosen setup's own where they are
+    not."""
+    peaks = _marks([memory_mark(row.peak) for row in rows])
+    speeds = _marks([speed_mark(row.speed) for row in rows])
+    words = f"Peaks: {peaks}. Speeds: {speeds}."
+    mine = plan.chosen.memory_evidence
+    if mine is not rows[0].peak:
+        mark = memory_mark(mine)
+        words += f" One level for all rows, in the chosen setup's family corrected by its own peak ({mark})."
+    return words
+
+
+def _marks(marks: Sequence[str]) -> str:
+    """The levels of a column: one word where all rows share it, else the chosen row's and the others'."""
+    first, others = marks[0], list(dict.fromkeys(marks[1:]))
+    return first if others in ([], [first]) else f"{first} (chosen), {', '.join(others)} (others)"
 
 
 def chosen_and_alternatives(plan: Plan) -> Iterator[tuple[str, Candidate, str]]:

@@ -27,7 +27,17 @@ from reports import text
 from reports.command import default_next_command
 from reports.page import Page
 from reports.plain import clean, plural
-from reports.rows import MIN_SHOWN_BYTES, MemoryRow, Row, best_terms, breakdown, compared, evidence_columns, notes_of
+from reports.rows import (
+    MIN_SHOWN_BYTES,
+    MemoryRow,
+    Row,
+    best_terms,
+    breakdown,
+    compared,
+    compared_words,
+    evidence_columns,
+    notes_of,
+)
 from reports.setup_text import setup_difference, setup_words, workload_words
 
 if TYPE_CHECKING:
@@ -269,20 +279,7 @@ def _alternatives(page: Page, plan: Plan) -> None:
             style="bold" if candidate is plan.chosen else "",
         )
     page.show(table)
-    peaks = _marks([text.memory_mark(row.peak) for row in rows])
-    speeds = _marks([text.speed_mark(row.speed) for row in rows])
-    words = f"Peaks: {peaks}. Speeds: {speeds}."
-    mine = plan.chosen.memory_evidence
-    if mine is not rows[0].peak:
-        mark = text.memory_mark(mine)
-        words += f" One level for all rows, in the chosen setup's family corrected by its own peak ({mark})."
-    page.line(words, style="dim", indent=2)
-
-
-def _marks(marks: Sequence[str]) -> str:
-    """The levels of a column: one word where all rows share it, else the chosen row's and the others'."""
-    first, others = marks[0], list(dict.fromkeys(marks[1:]))
-    return first if others in ([], [first]) else f"{first} (chosen), {', '.join(others)} (others)"
+    page.line(compared_words(plan, rows), style="dim", indent=2)
 
 
 def _notes(page: Page, notes: Iterable[str]) -> None:
