@@ -127,10 +127,16 @@ def test_scripts_are_read_never_run(text: str, tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == ["train.py"]
 
 
-def test_a_key_written_twice_is_said() -> None:
-    config = read_text("base_model: x\nmicro_batch_size: 2\nmicro_batch_size: 4\n", "a.yaml")
-    assert config.setup.micro_batch_seqs == 4
-    assert "micro_batch_size is written twice: the last one counts" in config.assumptions
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_a_key_written_twice_is_said(name: str) -> None:
+    """Of the Accelerate config that starts it too."""
+    text = "base_model: x\nmicro_batch_size: 2\nmicro_batch_size: 4\n"
+    if name == "a.json":
+        text = '{"base_model": "x", "micro_batch_size": 2, "micro_batch_size": 4}'
+    config = read_text(text, name, launcher="distributed_type: MULTI_GPU\nnum_processes: 2\nnum_processes: 4\n")
+    assert (config.setup.micro_batch_seqs, config.setup.num_gpus) == (4, 4)
+    for key in ("micro_batch_size", "num_processes"):
+        assert f"{key} is written twice: the last one counts" in config.assumptions
 
 
 KEYS = st.sampled_from(

@@ -232,7 +232,8 @@ def under_launcher(
 ) -> ReadConfig:
     """The setup that `read` gives under the text of the Accelerate config that it is launched with; `words`: what the
     command line says, which goes over the file."""
-    values = parse_yaml(launcher, "accelerate config").values
+    parsed = parse_yaml(launcher, "accelerate config")
+    values = parsed.values
     merged = {key: {**values[key], **words[key]} for key in words if isinstance(values.get(key), Mapping)}
     settings = Settings({**values, **words, **merged}, "accelerate config", around)
     inside = replace(around, num_gpus=num_processes(settings))
@@ -254,7 +255,7 @@ def under_launcher(
         missing=tuple(entry for entry in inner.missing if entry.field not in OF_LAUNCHER),
         reentrant=inner.reentrant and not by_fsdp,
         refusals=(*refusals, *([common.CHECKPOINTED_TWICE] if twice else [])),
-        assumptions=(*inner.assumptions, *layout.assumptions),
+        assumptions=(*inner.assumptions, *parsed.assumptions, *layout.assumptions),
         approximations=(*inner.approximations, *layout.approximations),
     )
 

@@ -2,7 +2,9 @@
 
 Hydra's and OmegaConf's: files that `defaults:` names put in, `${...}` filled in; what stays open stays so."""
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +63,11 @@ class Parsed(NamedTuple):
     values: dict[str, Any]
     duplicates: tuple[str, ...]
     lines: dict[str, int]
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What is taken of a key that is written twice."""
+        return tuple(f"{key} is written twice: the last one counts" for key in self.duplicates)
 
 
 def parse_yaml(text: str, name: str) -> Parsed:
@@ -126,6 +133,17 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
         ConfigError: not JSON, too deep, or not an object.
     """
     return _mapping(inputs.parse_json(text, name, hint="correct it at that place"), name)
+
+
+def json_duplicates(text: str) -> tuple[str, ...]:
+    """The keys that some object of a JSON text holds twice, of which Python keeps the last without a word."""
+    twice: dict[str, None] = {}
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        twice.update((name, None) for name, num in Counter(name for name, _ in pairs).items() if num > 1)
+
+    json.loads(text, object_pairs_hook=note)
+    return tuple(twice)
 
 
 MAX_LINED = 16 << 10

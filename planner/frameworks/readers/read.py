@@ -30,7 +30,14 @@ from planner.frameworks.readers import (
 )
 from planner.frameworks.readers.formats import READERS, detect, of_mapping, with_words
 from planner.frameworks.readers.launched import Launches, allocator_of, under_launcher, weight, with_open
-from planner.frameworks.readers.loading import Parsed, parse_documents, parse_json, parse_toml, read_bounded
+from planner.frameworks.readers.loading import (
+    Parsed,
+    json_duplicates,
+    parse_documents,
+    parse_json,
+    parse_toml,
+    read_bounded,
+)
 from planner.frameworks.readers.program.source import of_cells, of_notebook, of_requirements
 from planner.frameworks.readers.sharding import LAUNCHERS
 from planner.frameworks.readers.types import EXPANDABLE, ReadConfig
@@ -180,7 +187,10 @@ def _of_kind(text: str, name: str, around: FileContext) -> ReadConfig:
             values = with_words(values, torchtitan.FORMAT, around.arguments or ())
             return torchtitan.read(Settings(values, name, around))
         return of_mapping(Settings(values, name, around), detect(values))
-    documents = (Parsed(parse_json(text, name), (), {}),) if name.endswith(".json") else parse_documents(text, name)
+    if name.endswith(".json"):
+        documents: tuple[Parsed, ...] = (Parsed(parse_json(text, name), json_duplicates(text), {}),)
+    else:
+        documents = parse_documents(text, name)
     written = {file: content for document in documents for file, content in files_of(document.values).items()}
     inside = replace(around, written={**around.written, **written}) if written else around
     problems: list[ConfigError] = []
@@ -228,7 +238,7 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
     else:
         inner = of_mapping(settings, kind)
         reading = with_open(inner, opened, name, around.num_gpus) if opened else inner
-    assumptions += tuple(f"{key} is written twice: the last one counts" for key in parsed.duplicates)
+    assumptions += parsed.assumptions
     where: dict[str, str] = {}
     if kind in TOOLS:
         where = common.origins(TOOLS[kind], parsed.values, parsed.lines, name, around.versions)
