@@ -2,6 +2,7 @@
 `transformers.Trainer`'s by default."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import field
@@ -264,6 +265,7 @@ def _own_loss(trainer: Trainer, inputs: dict[str, Any]) -> torch.Tensor:
 def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
     """Hooks on the layers and the backbone that report the phases."""
     in_backward = False
+    followed: Callable[[], torch.Tensor | None] = nothing
 
     def before(layer: int, module: Any, inputs: Any) -> None:
         if not in_backward:  # in the backward it is a recomputation
@@ -282,9 +284,12 @@ def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
         tell("loss", None)
 
     def follow(hidden: Any, layer: int | None) -> None:
-        """The backward of what comes before `hidden` begins with its gradient."""
-        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+        """The backward of what comes before `hidden` begins with its gradient: where no norm stands behind the layers,
+        the last one's."""
+        nonlocal followed
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad and followed() is not hidden:
             hidden.register_hook(partial(on_gradient, layer))
+            followed = weakref.ref(hidden)
 
     def on_gradient(layer: int | None, gradient: torch.Tensor) -> None:
         nonlocal in_backward

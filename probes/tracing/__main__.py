@@ -35,7 +35,9 @@ def main(arguments: list[str]) -> int:
         model = resolve_model(given.model)
         rarer = {"objective": (given.objective,)} if given.objective != "sft" else {}
         rarer |= {"adapter": (given.adapter,)} if given.adapter != "lora" else {}
-        structures = planned_structures(model, CARDS, PlanRequest(fixed=rarer)) | planned_structures(model)
+        structures = planned_structures(model)
+        if rarer:
+            structures = planned_structures(model, CARDS, PlanRequest(fixed=rarer)) | structures
     except PlannerError as error:
         print(f"error: {error.message}\nhint: {error.hint}", file=sys.stderr)
         return 2
