@@ -87,11 +87,20 @@ def test_a_spread_that_no_reference_was_followed_under_is_refused_by_name(layout
         setup_of("dpo", num_gpus=4, **layout)
 
 
-def test_orpo_on_several_gpus_is_accelerates_to_launch() -> None:
-    setup = setup_of("orpo", num_gpus=2, parallel="ddp")
-    emitted = TARGETS["trl"].export(ExportRequest(model_id="gpt2", setup=setup, hyper=choose(setup)))
+def test_orpo_on_several_gpus_is_accelerates_to_launch(tmp_path: Path) -> None:
+    setup = setup_of("orpo", num_gpus=2, parallel="fsdp2", method="full", precision="bf16-mixed")
+    request = ExportRequest(model_id="meta-llama/Llama-3.2-1B", setup=setup, hyper=choose(setup))
+    emitted = TARGETS["trl"].export(request)
     words = "accelerate launch --config_file launch/trl/accelerate.yaml launch/trl/trl-orpo.py --config"
     assert emitted.command.startswith(words)
+    for file in (*emitted.files, *folder_files([emitted], request)):
+        path = tmp_path / "launch" / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text)
+    reading = read_config(tmp_path / "launch" / "run.sh", model=MODEL)
+    read = reading.setup
+    assert (reading.missing, read.objective, read.parallel, read.precision) == ((), "orpo", "fsdp2", "bf16-mixed")
+    assert read.expandable_segments
 
 
 def test_an_adapter_that_the_objective_does_not_take_is_named() -> None:

@@ -27,6 +27,8 @@ NOT_TRAINING = re.compile(
 )
 OF_TRL = re.compile(rf"(?:^|/)(?:trl|examples)/scripts/({'|'.join(shell.TRL_COMMANDS)})\.py$")
 """TRL's own programs, which take what `trl` takes."""
+OF_PLANS = "trl-orpo.py"
+"""A plan's own program, which takes what `trl` takes of a file (`planner.frameworks.exporters.trl`)."""
 MAX_SCRIPTS = 4
 """Scripts that start scripts."""
 
@@ -51,6 +53,9 @@ class Launches:
             if alike in given_up:
                 continue  # a loop over sizes or seeds of a program in which nothing is read
             tried = replace(around, read=set())  # what a launch that is given up names is not what runs
+            if command.target.rpartition("/")[2] == OF_PLANS and command.arguments[:1] == ("--config",):
+                tried.below(command.folder).read_by_suffix(command.target)  # which its file says all of
+                command = replace(command, tool="trl", target=command.arguments[1])
             try:
                 reading = self.of_command(command, tried)
             except ConfigError as error:
