@@ -128,13 +128,18 @@ class Padding:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._speeds: dict[TrainSetup, Speeds] = {}
+        self._kept: dict[WalkedSetup, float] = {}
 
     def kept_fraction(self, point: WalkedSetup) -> float:
-        """Share of its walked speed that is left, at most 1."""
-        setup = padded(self._workload.model, point.setup) or point.setup
-        if not (setup.uneven or self._walked_as_sdpa(point)) or not point.tokens_per_s:
-            return 1.0
-        return min(1.0, self._tokens_per_s(point, setup) / point.tokens_per_s)
+        """Share of its walked speed that is left, at most 1; asked of a point for every choice that it is open to."""
+        kept = self._kept.get(point)
+        if kept is None:
+            full, kept = point.setup, 1.0
+            setup = padded(self._workload.model, full) or full
+            if (setup.uneven or self._walked_as_sdpa(point)) and point.tokens_per_s:
+                kept = min(1.0, self._tokens_per_s(point, setup) / point.tokens_per_s)
+            self._kept[point] = kept
+        return kept
 
     def with_own_speed(self, point: WalkedSetup) -> WalkedSetup:
         """The point with the speed of full rows, where it was walked with another attention's."""
