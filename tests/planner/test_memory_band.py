@@ -50,6 +50,10 @@ def test_a_stranger_whose_layers_are_no_softmax_has_the_widest_band() -> None:
     stranger = replace(llama, from_tree=True)
     assert memory_band(stranger, TrainSetup()) == TREE_BAND
     assert memory_band(replace(stranger, layer_kinds=(scan,)), TrainSetup()) == MIXER_BAND
+    mlps = tuple(linear for linear in layer.linears if linear.role in ("gate", "up", "down"))
+    apart = replace(layer, linears=tuple(linear for linear in layer.linears if linear not in mlps), mlp=None)
+    lists = replace(stranger, layer_kinds=(apart,), outer_linears=mlps * llama.num_layers)  # as XLM's and FlauBERT's
+    assert memory_band(lists, TrainSetup()) == MIXER_BAND
 
 
 def test_the_text_of_llama_4_keeps_what_the_whole_model_keeps() -> None:

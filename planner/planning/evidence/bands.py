@@ -50,7 +50,8 @@ TREE_MIXTURE_BAND = 0.50
 """Mixtures among them: how the experts are called decides what they keep."""
 MIXER_BAND = 6.0
 """Those whose layers mix tokens by no softmax: written out in PyTorch a scan keeps what the formula knows nothing of,
-up to six times as much as all that it counts (Mamba, on the same page)."""
+up to six times as much as all that it counts (Mamba, on the same page). So is one whose matrices stand beside the list
+of its layers (XLM, FlauBERT: lists of attentions, of MLPs and of norms): what those keep is not counted."""
 LIKE_BANDS = {"llama": 0.30, "mixture": 0.20}
 """`--like`: 98 models whose types are known, read as if they were not, three setups each: 28.3 % less (models without a
 gate) to 9.0 % more than their sizes alone say, mixtures up to 16.4 % more (benchmarks/like_known.py, November 2026)."""
@@ -157,7 +158,8 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
     if model.reads_both_ways:
         others = RELATIVE_POSITIONS_BAND if model.model_type.startswith("deberta") else TREE_BAND
         return ENCODER_BAND if model.model_type in (*LIKE_BERT, "modernbert") else others
-    if unknown_mixers(model):
+    outside = sum(linear.num_weights for linear in model.outer_linears) if model.from_tree else 0
+    if unknown_mixers(model) or outside > sum(layer.num_params * num for layer, num in model.layer_counts):
         return MIXER_BAND
     if model.from_tree:
         experts = any(layer.mlp is not None and layer.mlp.kind == "moe" for layer in model.layer_kinds)
