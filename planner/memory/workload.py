@@ -175,9 +175,11 @@ class Workload:
 
     @property
     def uneven(self) -> bool:
-        """Whether samples may differ in length: unless those of a file are known not to (their mean rounds)."""
+        """Whether the sequences of samples may differ in length: unless those of a file are known not to (their mean
+        rounds), of which one is a sample and is measured whole."""
         fractions = self.data.real_fractions
-        return not fractions or min(fractions) < 1 - 1e-9
+        several = self.seqs_per_sample > 1 or self.model.is_encoder_decoder
+        return several or not fractions or min(fractions) < 1 - 1e-9
 
     @property
     def seqs_per_sample(self) -> int:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, islice, product
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -143,7 +143,7 @@ def _plan(walked: _Walked, notes: Sequence[str], num_ranked: int = NUM_RANKED, e
     alone = _one_gpu(workload, results.cache) if workload.num_gpus > 1 else None
     installed = _with_packages(workload, chosen, results.cache)
     fastest = merged(results.of_node(node).values()).ranked()
-    others = [point for point in fastest if point is not best][: num_ranked - 1]
+    others = [*islice((point for point in fastest if point.setup != best.setup), num_ranked - 1)]
     return Plan(
         workload=workload,
         chosen=chosen,

@@ -13,6 +13,7 @@ from planner.memory.attention_kernels import (
     missing_kernels,
     packs_apart,
     padded,
+    supported_attentions,
     untrained_sinks,
 )
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
@@ -149,12 +150,14 @@ def with_padding(
     bands = {**prediction.bands, "needed": (below, max(above, (1 + above) * (1 + more) - 1))}
     if sides := speed_sides(prediction.time_band_fraction, prediction.bands):
         bands["tokens_per_s"] = max(sides.below, 1 - (1 - sides.below) / longer), sides.above
-    by_sdpa, without = setup.attention == "sdpa", ["--packing"] * (setup.images is None)
-    without.append("micro-batch 1")
+    by_sdpa, packs = setup.attention == "sdpa", setup.objective_spec.packs and setup.images is None
+    alone = uneven.replace_trusted(micro_batch_seqs=1)
+    without = " or ".join(["--packing"] * packs + ["micro-batch 1"] * (not alone.pads))
+    less = by_sdpa and "flash-attention-2" in supported_attentions(model, gpu)
+    words = "; ".join([f"not with {without}"] * bool(without) + ["less with flash-attention-2"] * less)
     note = risk(
         f"samples of one length are counted: where those of a micro-batch differ {_PADDED[by_sdpa]}, "
-        f"{gib(max(0, peak - full))} more and {percent(max(0.0, 1 - 1 / longer))} slower (not with "
-        f"{' or '.join(without)}{'; less with flash-attention-2' * by_sdpa})"
+        f"{gib(max(0, peak - full))} more and {percent(max(0.0, 1 - 1 / longer))} slower" + f" ({words})" * bool(words)
     )
     widest = max(bands["needed"])
     return replace(prediction, memory_band_fraction=widest, bands=bands, notes=(*prediction.notes, note))

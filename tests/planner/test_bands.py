@@ -27,7 +27,7 @@ from planner.planning.evidence.bands import (
     evidence_bands,
 )
 from planner.planning.plan_request import PlanRequest
-from planner.planning.predict import predict, with_padding
+from planner.planning.predict import predict, predict_with_padding, with_padding
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_request
 from planner.setup.outcome import speed_sides
@@ -160,6 +160,21 @@ def test_samples_that_differ_in_length_are_in_the_band_and_told() -> None:
     assert "SDPA gets a mask" in told.notes[-1]
     for other in (setup.replace(micro_batch_seqs=1), setup.replace(packing=True), setup.replace(uneven=True)):
         assert with_padding(full, model, card, other) is full
+
+
+@pytest.mark.parametrize(
+    ("objective", "gpu", "ending"),
+    [
+        ("sft", "a100-80gb", " (not with --packing or micro-batch 1; less with flash-attention-2)"),
+        ("dpo", "a100-80gb", " (less with flash-attention-2)"),  # no trainer packs pairs, whose halves differ too
+        ("dpo", "t4", " slower"),
+    ],
+)
+def test_what_padding_takes_is_said_to_end_with_what_ends_it(objective: str, gpu: str, ending: str) -> None:
+    setup = TrainSetup(micro_batch_seqs=2, seq_len_tokens=4096, objective=objective, precision="fp16-autocast")
+    assert (
+        predict_with_padding(loaded("microsoft/Phi-3.5-mini-instruct"), find_gpu(gpu), setup).notes[-1].endswith(ending)
+    )
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,15 @@ def test_a_micro_batch_is_compared_at_what_padding_leaves_of_it() -> None:
     assert (plan.chosen.setup.micro_batch_seqs, plan.chosen.verdict) == (1, "fits")
     assert even.chosen.setup.micro_batch_seqs > 1
     assert not any("samples of one length" in note for note in even.chosen.formula.notes)
+    # of pairs the longer half is measured
+    assert replace(even.workload, fixed={**fixed, "objective": ("dpo",)}).uneven
     assert any("SDPA is handed a mask" in answer.reason for answer in plan.tree)
-    for gpu in ("a100-80gb", "h100-sxm"):  # whose cuDNN kernels are faster than flash attention 2 on full rows alone
-        request = plan_request("meta-llama/Llama-3.1-8B", gpu, targets=("trl",))
+    # whose cuDNN kernels are faster than flash attention 2 on full rows alone
+    for model, gpu in (("meta-llama/Llama-3.1-8B", "a100-80gb"), ("Qwen/Qwen3-0.6B", "h100-sxm")):
+        request = plan_request(model, gpu, targets=("trl",))
         _, point = choose(request, dimension_values(request), WalkResults())
-        best = planned(request).chosen
+        best, *others = planned(request).ranked
+        assert best.setup not in [other.setup for other in others]
         assert (point.attention, best.setup, best.verdict) == ("flash-attention-2", point.setup, "fits")
         assert point.tokens_per_s == pytest.approx(best.formula.tokens_per_s)
 
