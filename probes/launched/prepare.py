@@ -21,9 +21,9 @@ NOISE_ELEMENTS = (1 << 24) + 1
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
-def make_model(config: Mapping[str, Any], folder: Path) -> None:
+def make_model(config: Mapping[str, Any], folder: Path) -> int:
     """A model's folder as `from_pretrained` reads it, weights random and in 16 bits: memory and speed of a training
-    step do not depend on them (but bitsandbytes' int8 products do, whose outliers differ)."""
+    step do not depend on them (but bitsandbytes' int8 products do, whose outliers differ). How many tokens it knows."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -46,6 +46,7 @@ def make_model(config: Mapping[str, Any], folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(whole), encoding="utf-8")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
+    return int(model.get_input_embeddings().num_embeddings)
 
 
 def _named(model: Any) -> Iterator[tuple[str, Any]]:
@@ -90,13 +91,14 @@ def _noise() -> Any:
     return 0.02 * torch.randn(NOISE_ELEMENTS, generator=torch.Generator().manual_seed(0))
 
 
-def make_tokenizer(folder: Path) -> None:
-    """A tokenizer that knows the words w0, w1, ...; every word is one token."""
+def make_tokenizer(folder: Path, vocab_size: int | None = None) -> None:
+    """A tokenizer that knows the words w0, w1, ..., as far as a model's vocabulary goes; every word is one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = ["<unk>", "<pad>", "<|end|>"]
-    words = {word: number for number, word in enumerate([*special, *(f"w{index}" for index in range(NUM_WORDS))])}
+    names = [*special, *(f"w{index}" for index in range(NUM_WORDS))][:vocab_size]
+    words = {word: number for number, word in enumerate(names)}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -148,8 +150,8 @@ def _words(start: int, num: int) -> str:
 def main(arguments: list[str]) -> int:
     order = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     if order.get("model"):
-        make_model(order["config"], Path(order["model"]))
-        make_tokenizer(Path(order["model"]))
+        vocab_size = make_model(order["config"], Path(order["model"]))
+        make_tokenizer(Path(order["model"]), vocab_size)
     for name in order.get("texts", ()):
         make_texts(Path(name), order["columns"], order["num_rows"], order["num_tokens"], order["splits"])
     return 0

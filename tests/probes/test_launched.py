@@ -174,6 +174,9 @@ def test_a_model_with_random_weights_loads_and_its_texts_fill_a_sequence(tmp_pat
         ids = tokenizer(prepare.row_of(columns, 9, 40)[key])["input_ids"]
         assert len(ids) >= 40
         assert tokenizer.unk_token_id not in ids
+    rows = prepare.make_model({**TINY, "vocab_size": 512}, tmp_path / "tinier")
+    prepare.make_tokenizer(tmp_path / "tinier", rows)  # an id without a row stops the run's first step
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "tinier")) == 512
     talk = prepare.row_of("messages", 0, 40)["messages"]
     assert len(tokenizer.apply_chat_template(talk, tokenize=True)["input_ids"]) >= 40
     for columns, num_rows, num_words in (("text", 8, 88), ("preference", 9, 48)):
