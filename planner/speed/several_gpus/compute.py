@@ -16,7 +16,12 @@ DTENSOR_HOST = {False: (6.5, 4.1), True: (9.0, 5.9)}
 """Whether the residual stream is cut too -> how many times as long the host takes for layers whose matrices tensor
 parallelism cuts, without and with checkpointing: every operator on them is dispatched by DTensor. Processor time of
 Qwen3's and Llama's layers cut in eight (6.0 and 7.0; 3.8 and 4.5; 7.9 and 10.1; 5.2 and 6.6 times that of whole ones),
-torch 2.13, a fake process group, 30 November 2026. DeepSpeed's layers are none, and compiled graphs dispatch none."""
+torch 2.13, a fake process group, 30 November 2026."""
+
+
+def by_dtensor(setup: TrainSetup) -> bool:
+    """Whether the host waits for DTensor's dispatch: DeepSpeed's layers are none, and compiled graphs dispatch none."""
+    return setup.tensor_degree > 1 and not setup.zero and not setup.compiled
 
 
 class Micro(NamedTuple):
@@ -63,7 +68,7 @@ class Rank:
         self._speed = self.profile.speed
         self.traffic: Traffic = traffic_of(part, setup, conditions)
         host = self.profile.family.host_s
-        if setup.tensor_degree > 1 and not setup.zero and not setup.compiled:
+        if by_dtensor(setup):
             host *= DTENSOR_HOST[setup.stream_degree > 1][bool(setup.checkpointing)]
         if setup.parallel == "dp":  # one process: Python issues the kernels of all GPUs, one after another
             host *= setup.num_gpus

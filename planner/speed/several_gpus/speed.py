@@ -24,7 +24,7 @@ from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.rented import collated_s
 from planner.speed.several_gpus import collectives as offload
 from planner.speed.several_gpus.collectives import Collectives, link_rate, link_spread, pipeline_s
-from planner.speed.several_gpus.compute import Rank
+from planner.speed.several_gpus.compute import Rank, by_dtensor
 from planner.speed.several_gpus.exchange import DataParallel, context_s, experts_s, hand_over_s, tensor_s
 from planner.speed.several_gpus.traffic import computed, traffic_of
 from planner.speed.sized import ProgramSpeed, ScaledSpeed, program_speed, speed_by_program
@@ -144,8 +144,8 @@ class Loop:
             loop = self._siblings[key] = Loop(self._links, gpu, setup, used, stack, self)
         return loop
 
-    def at_links(self, slow: bool) -> "Loop":
-        """The same with links as slow, or as fast, as they may be."""
+    def at_links(self, *, slow: bool, network: bool = True) -> "Loop":
+        """The same with links as slow, or as fast, as they may be; `network`: those between nodes too."""
         gpu, used, stack = self._given
 
         def moved(link: Link) -> Link:
@@ -153,7 +153,7 @@ class Loop:
             return replace(link, bytes_per_s=link.bytes_per_s / spread if slow else link.bytes_per_s * spread)
 
         cluster = self._links.cluster
-        between = moved(cluster.between) if cluster.between is not None else None
+        between = moved(cluster.between) if network and cluster.between is not None else cluster.between
         links = Links(
             self._links.model, self._setup, replace(cluster, within=moved(cluster.within), between=between), used, stack
         )
@@ -246,7 +246,8 @@ class Loop:
 
 
 LINK_MATTERS = 1.5
-"""How many times its own band a step's band must be for people to be told that its links decide."""
+"""How many times its own band a step's band by the links within a node must be for people to be told that these
+decide."""
 SLOW_HOST_BAND = 1.4
 """How much longer the host's part of a step may take, as a fraction: CPU-Adam moves what the host's memory does, and
 its rate was fitted on servers (124 GB/s a node). Two channels of DDR4-3200 move 51 GB/s at most.
@@ -293,7 +294,7 @@ class LayoutProfile:
         band = max(self._calibration.band_for(self._cluster.gpu), DEALT_BAND if setup.expert_degree > 1 else 0.0)
         unmeasured = profile.unmeasured_fraction(setup.micro_batch_seqs, steps, parts)
         unmeasured += SLOW_HOST_BAND * parts.get("offload", 0.0) / total
-        unmeasured += DTENSOR_BAND * (setup.tensor_degree > 1) * parts.get("host", 0.0) / total
+        unmeasured += DTENSOR_BAND * by_dtensor(setup) * parts.get("host", 0.0) / total
         band = max(band, self._calibration.bands.get("spread", band))
         compared = speed_band(band, setup.kernels, self._cluster.gpu.key, compiled=setup.compiled)
         band = max(compared + unmeasured, profile.judged)
@@ -306,11 +307,13 @@ class LayoutProfile:
             tokens_per_s=setup.tokens_per_step / total,
             band_fraction=slower,
             faster_fraction=faster if faster < slower else None,
-            notes=(*profile.notes(), *self._notes(), *self._link_note(slower > LINK_MATTERS * band)),
+            notes=(*profile.notes(), *self._notes(), *self._link_note(setup, total, band)),
         )
 
-    def _link_note(self, decides: bool) -> list[str]:
-        if not decides or self._cluster.within.kind != "pcie":
+    def _link_note(self, setup: TrainSetup, total: float, band: float) -> list[str]:
+        if self._cluster.within.kind != "pcie":
+            return []
+        if self._off(setup, total, band, self._loop.at_links(slow=True, network=False)) <= LINK_MATTERS * band:
             return []
         rate = link_rate(self._cluster, self._cluster.within, self._calibration.layout_constants)
         return [
@@ -326,10 +329,14 @@ class LayoutProfile:
         links are: both are independent."""
         if link_spread(self._cluster.within) == link_spread(self._cluster.between) == 1.0:
             return band, band
-        steps = setup.optimizer, setup.micro_batch_seqs, setup.accumulation_steps
-        times = (self._loop.at_links(slow).step_s(*steps) for slow in (True, False))
-        slower, faster = (exp(hypot(log(1 + band), log(other / total))) - 1 for other in times)
+        slower, faster = (self._off(setup, total, band, self._loop.at_links(slow=slow)) for slow in (True, False))
         return slower, faster
+
+    @staticmethod
+    def _off(setup: TrainSetup, total: float, band: float, other: Loop) -> float:
+        """A step's band where it may be as long as with other links."""
+        other_s = other.step_s(setup.optimizer, setup.micro_batch_seqs, setup.accumulation_steps)
+        return exp(hypot(log(1 + band), log(other_s / total))) - 1
 
     def _notes(self) -> list[str]:
         if self._setup.expert_degree > 1:

@@ -300,6 +300,11 @@ def test_nobody_knows_how_fast_pcie_is_between_gpus(key: str, interconnect: str 
     assert waits.faster_fraction is not None
     assert 0 < waits.faster_fraction < waits.band_fraction
     assert any("--interconnect 6GB/s" in note for note in waits.notes)
+    # one card a node has none between
+    nodes = make_cluster(gpu, 8, num_nodes=8, interconnect="ethernet-10")
+    apart = layout_step_time(model(), gpu, setup("fsdp2"), nodes)
+    assert apart.share("communication") > 0.5
+    assert not any("PCIe" in note for note in apart.notes)
     rate = link_rate(cluster, cluster.within, load_calibration().layout_constants)
     measured = layout_step_time(
         model(), gpu, setup("fsdp2"), make_cluster(gpu, 8, interconnect=f"{rate / 1e9:.9f}GB/s")
