@@ -236,8 +236,8 @@ _TEMPLATES = {
 def _template(request: ExportRequest) -> Line:
     """Its template: one that leaves texts as they are, in which the model's own is written.
 
-    What it takes the tokenizer's for (0.9.5 `data/template.py` parse_template) stops at those of Gemma, Phi 3, Mistral
-    0.2, DeepSeek V3 and Qwen 3.5, and begins every question of Llama 3.1's with the system's turn.
+    What it takes the tokenizer's for (0.9.5 `data/template.py` parse_template) stops at those of Gemma 1 and 3, Phi 3,
+    DeepSeek V3 and Qwen 3.5 (run), and begins every question of Llama 3.1's with the system's turn.
     """
     model = request.model
     if request.setup.images is not None and model is not None and model.model_type in _TEMPLATES:
