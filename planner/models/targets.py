@@ -125,6 +125,26 @@ def dropout_refusal(model: ModelSpec, setup: TrainSetup) -> str:
     return "peft has no LoRA dropout on stacked experts: lora_dropout 0, or --targets attention" if stacked else ""
 
 
+INNER_HEADS = frozenset({"roberta", "xlm-roberta", "deberta-v2"})
+"""Encoders whose head has a matrix before its last one, which bitsandbytes quantizes and PEFT trains whole."""
+
+
+def head_refusal(model: ModelSpec, setup: TrainSetup) -> str:
+    """Why PEFT stops as it wraps an encoder's head that scores, "" where it does not: it copies and trains what ends
+    with "classifier", as DistilBERT's pre_classifier does.
+
+    Source: peft 0.21 `PeftModelForSequenceClassification`, `utils/other.py` ModulesToSaveWrapper; transformers 5.23
+    `quantizers/base.py` get_keys_to_not_convert (the last module alone). Seen in dry runs of PEFT's own code.
+    """
+    if setup.method == "full" or setup.objective_spec.head != "score":
+        return ""
+    if setup.quantized and model.model_type in INNER_HEADS:
+        return f"PEFT cannot train {model.model_type}'s quantized head: its base must stay in 16 bits"
+    if model.model_type == "distilbert" and setup.kind.adapts_matrices and setup.lora_targets == "all-linear":
+        return "PEFT adapts DistilBERT's pre_classifier and would train it whole: --targets attention"
+    return ""
+
+
 def attention_target_names(model: ModelSpec) -> tuple[str, ...]:
     """The names that make up "attention", as short as stays unambiguous among the layers that see text
     ("q_proj"; "attn.c_proj" for GPT-2, whose MLP has a c_proj too)."""

@@ -37,7 +37,7 @@ from planner.models.stored import (
     stored_method,
     stored_refusal,
 )
-from planner.models.targets import dropout_refusal, unmatched_targets
+from planner.models.targets import dropout_refusal, head_refusal, unmatched_targets
 from planner.options.precisions import FP16_OVERFLOWS
 from planner.planning.evidence.bands import (
     memory_band,
@@ -242,7 +242,11 @@ def cannot_run(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, 
         from planner.memory.engines.fsdp2 import dtensor_refusal  # late: one GPU needs none of it
 
         reasons.append(dtensor_refusal(setup))
-    reasons += [loading_refusal(model, setup, gpu.memory_bytes), dropout_refusal(model, setup)]
+    reasons += [
+        loading_refusal(model, setup, gpu.memory_bytes),
+        dropout_refusal(model, setup),
+        head_refusal(model, setup),
+    ]
     reasons.append(model.unscored if setup.objective_spec.head == "score" else "")
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions and model.front_end is not None:

@@ -14,6 +14,7 @@ from planner.core.errors import SetupError, UsageError
 from planner.memory.attention_kernels import missing_kernels, planned_linear_attentions, supported_attentions
 from planner.memory.workload import Workload
 from planner.models.stored import stored_bits, stored_refusal
+from planner.models.targets import head_refusal
 from planner.options.images import WITH_IMAGES
 from planner.options.kernels import COMPILES_NOTHING, planned_kernels
 from planner.options.losses import PLANNED_LOSSES
@@ -78,6 +79,10 @@ def dimension_values(workload: Workload) -> Values:
         )
     if workload.objective_spec.head == "score" and workload.model.unscored:
         raise UsageError(workload.model.unscored, hint="give another model")
+    if workload.fixed.get("method") == ("qlora",):
+        usual = {"method": "qlora", "quantization": "nf4", "objective": workload.objective_spec.name}
+        if refused := head_refusal(workload.model, TrainSetup().replace_trusted(**usual)):
+            raise UsageError(refused, hint="leave --method out, or give --method lora")
     if "objective" in workload.fixed:
         _keep_for_objective(values, workload, OBJECTIVES[workload.fixed["objective"][0]])
     _keep_as_stored(values, workload)
@@ -243,6 +248,8 @@ def branches(workload: Workload, values: Mapping[str, tuple[Any, ...]]) -> Itera
                 try:
                     branch = TrainSetup(method=method, **kind, **dict(adapter_fields), **shared)
                 except SetupError:
+                    continue
+                if head_refusal(workload.model, branch):
                     continue
                 yield from branches_as_run(branch, workload) if workload.targets else (branch,)
 

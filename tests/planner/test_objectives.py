@@ -763,3 +763,15 @@ def test_what_transformers_or_peft_stop_before_the_first_step_cannot_run() -> No
     assert cannot_run(mixture, card, dropped.replace(lora_targets="attention")) == ()
     with pytest.raises(UsageError, match="no class of cohere that scores"):
         plan_workload(plan_request("CohereLabs/aya-23-8B", fixed={"objective": ("reward",)}))
+
+
+def test_heads_that_peft_cannot_wrap_are_no_plan() -> None:
+    """Dry runs of PEFT's own code: "only Tensors of floating point dtype can require gradients" of RoBERTa's
+    classifier.dense in 4 bits, "modules_to_save cannot be applied" of DistilBERT's pre_classifier."""
+    scored = {"objective": ("classification",)}
+    with pytest.raises(UsageError, match="quantized head"):
+        planned(plan_request("FacebookAI/roberta-base", "rtx-4090", fixed={**scored, "method": ("qlora",)}))
+    request = plan_request("distilbert/distilbert-base-uncased", "rtx-4090", fixed={**scored, "method": ("lora",)})
+    assert planned(request).chosen.setup.lora_targets == "attention"
+    setup = TrainSetup(method="lora", objective="classification", loss="full", stack="hf")
+    assert any("pre_classifier" in reason for reason in cannot_run(request.model, request.gpu, setup))
