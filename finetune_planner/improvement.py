@@ -22,7 +22,7 @@ from planner.planning.check import (
     judge,
     with_extras,
 )
-from planner.planning.single_changes import Predict, single_changes
+from planner.planning.single_changes import Predict, single_changes, speedup
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
 
@@ -233,7 +233,7 @@ class _Search:
 
         def speed(tried: _Tried) -> float:
             fits = self.verdict(tried.setup) is Verdict.FITS
-            return (self.predicted(tried.setup).tokens_per_s or 1.0) if fits else 0.0
+            return speedup(self.model, self.start, tried.setup, self.predicted) if fits else 0.0
 
         def allowed(after: TrainSetup, changes_training: bool) -> bool:
             return not changes_training and config.allows(after, in_place=True)

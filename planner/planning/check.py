@@ -6,6 +6,7 @@ Pure: the prediction is a function handed in (formula or dry run), the file a `R
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
+from functools import cache
 
 from planner.core.errors import NotPlanned
 from planner.core.notes import measured
@@ -56,7 +57,7 @@ class Change:
 
     Attributes:
         saves_bytes: of the device peak; negative when it costs memory.
-        speedup: tokens/s after over before (1.0 where unknown).
+        speedup: tokens/s after over before, the least of it where samples may differ in length (`speedup`).
         changes_training: whether the trained model may differ (shorter sequences, quantization), not only the run.
         in_place: whether `--fix` can write it into the file's format.
     """
@@ -262,7 +263,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     evaluation = evaluating_bytes(config, model, gpu, config.setup)
     decides = evaluation > of_step.peak_device_bytes
     prediction = replace(of_step, peak_device_bytes=evaluation) if decides else of_step
-    predict = with_extras(predict, config, model, gpu)
+    predict = cache(with_extras(predict, config, model, gpu))
     step_band = band_of(of_step, config)
     band = Band(max(step_band.below, EVALUATION_BAND_FRACTION), 0.0) if decides else step_band
 
@@ -277,7 +278,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
                 prediction=after,
                 verdict=judge(after, budget_bytes, band, certain_bytes(after, config)),
                 saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
-                speedup=speedup(prediction, after),
+                speedup=speedup(model, config.setup, setup, predict),
                 changes_training=changes_training,
                 in_place=config.allows(setup, in_place=True),
             )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from planner.core.errors import SetupError
 from planner.hardware.gpu import GpuSpec
-from planner.memory.attention_kernels import missing_kernels
+from planner.memory.attention_kernels import missing_kernels, padded
 from planner.memory.engines import why_not
 from planner.models.spec import ModelSpec
 from planner.options.kernels import LIGER_PARTS
@@ -132,12 +132,11 @@ def enough_alone(
 ) -> tuple[str, ...]:
     """The single changes that make a setup fit which does not: those that leave the training as it is first, the
     fastest first."""
-    before = predict(setup)
     enough = []
     for label, other, changes_training in single_changes(setup, gpu, model):
         after = predict(other)
         if after.peak_device_bytes <= budget_bytes:
-            enough.append((changes_training, -speedup(before, after), label))
+            enough.append((changes_training, -speedup(model, setup, other, predict), label))
     return tuple(label for *_, label in sorted(enough))
 
 
@@ -173,8 +172,10 @@ def _batches(setup: TrainSetup) -> list[Tried]:
     return changes
 
 
-def speedup(before: Prediction, after: Prediction) -> float:
-    """How much faster samples pass: by step time, which a shorter sequence shortens as well."""
-    if not before.tokens_per_s or not after.tokens_per_s:
-        return 1.0
-    return after.tokens_per_s / before.tokens_per_s
+def speedup(model: ModelSpec, before: TrainSetup, after: TrainSetup, predict: Predict) -> float:
+    """Tokens/s after over before (1.0 where unknown), of full micro-batches or of those whose samples differ in length,
+    whichever gains less: nothing here says which the data make."""
+    full = before, after
+    uneven = tuple(padded(model, setup) or setup for setup in full)
+    speeds = [[predict(setup).tokens_per_s or 0.0 for setup in pair] for pair in dict.fromkeys((full, uneven))]
+    return min(now / was if was and now else 1.0 for was, now in speeds)
