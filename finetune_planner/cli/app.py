@@ -111,7 +111,7 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     directory that is named like a subcommand is meant with a path: ./gpus. A model's name of several words need not be
     quoted: plan llama 3.1 8b --gpu GPU.
     """
-    if not arguments:
+    if not arguments or list(arguments) == ["help"]:
         return ["--help"]
     if len(arguments) == 1 and arguments[0] in GROUPS:
         return [*arguments, "--help"]

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from reports.page import Sheet
 
 
+MISSING = {
+    "gpu": "name your card, for example --gpu rtx-4090 (`plan gpus` lists them); without one, "
+    '`plan which-gpu "MODEL"` ranks those to buy or rent, with prices; plan --help lists the commands',
+    "model": "name a model, for example meta-llama/Llama-3.1-8B (`plan models` lists them); "
+    "`plan which-model --gpu GPU` says what a card can fine-tune; plan --help lists the commands",
+}
+"""What a beginner who left out a parameter can do next."""
+
+
 def show_warning(message: Warning | str, category: type[Warning], *place: object, **named: object) -> None:
     """A warning as one line on stderr, without the place in the code that gave it."""
     print(f"warning: {printable(str(message))}", file=sys.stderr)
@@ -28,7 +37,11 @@ def fail(error: Exception) -> int:
         return error.exit_code
     message = getattr(error, "format_message", lambda: str(error))()
     print(f"error: {printable(message)}", file=sys.stderr)
-    print("hint: plan --help lists the commands, plan COMMAND --help their options", file=sys.stderr)
+    missing = getattr(error, "param", None) if type(error).__name__ == "MissingParameter" else None
+    hint = MISSING.get(
+        getattr(missing, "name", ""), "plan --help lists the commands, plan COMMAND --help their options"
+    )
+    print(f"hint: {hint}", file=sys.stderr)
     return EXIT_BAD_INPUT
 
 

@@ -457,7 +457,8 @@ def _named(text: str) -> GpuSpec:
         if verbatim or gib or len(same) < 2 or not _has_size(exact):
             return _gpu(exact)
     usual = [key for key in _first(USUAL, words) or () if _agrees(key, gib)]
-    could_be = same or tuple(spec.key for spec in all_gpus() if words and _may_mean(text, words, spec))
+    service = _service(text)
+    could_be = same or tuple(spec.key for spec in all_gpus() if words and not service and _may_mean(text, words, spec))
     agreeing = [key for key in could_be if _agrees(key, gib)]
     if len(agreeing) == 1 and same:
         return _with_size(agreeing[0], gib)
@@ -485,7 +486,7 @@ def _named(text: str) -> GpuSpec:
     from planner.hardware.described import FORM, MEANING
 
     shown = text if len(text) <= 60 else text[:57] + "..."
-    near = _service(text) or _of_size(text) or (f"closest: {', '.join(close)}" if (close := _closest(text)) else "")
+    near = service or _of_size(text) or (f"closest: {', '.join(close)}" if (close := _closest(text)) else "")
     raise UnknownGpuError(
         f"GPU {shown!r} is not in the table",
         hint=(f"{near}; " if near else "")
@@ -556,7 +557,7 @@ def _may_mean(text: str, wanted: str, spec: GpuSpec) -> bool:
     if any(wanted in words and family in (spec.vendor, spec.name.split()[0]) for family, words in _FAMILIES.items()):
         return True
     names = [normalized(spelling) for spelling in (spec.key, spec.name, spec.driver_name)]
-    inside = wanted.isdigit() or len(wanted) >= 4
+    inside = len(wanted) >= (3 if wanted.isdigit() else 4)  # "12" is no number of a card
     return len(wanted) >= 2 and any(name.startswith(wanted) or (inside and wanted in name) for name in names)
 
 

@@ -32,6 +32,9 @@ QUANTIZED = {
 
 PACKED = re.compile(r"[-_](awq|gptq)(?:[-_](?:int|w)?(4|8)(?:bit)?)?$", re.IGNORECASE)
 """Ending of a copy whose weights are packed, whoever publishes it, and its bits (4 unless it says 8)."""
+FOR_INFERENCE = re.compile(r"[-_.]gguf\b|[-_.:]i?q\d_[\dk]|\bmlx\b|:.+-(?:fp16|qat)$", re.IGNORECASE)
+"""In names of files and copies for inference (llama.cpp's, Ollama's, MLX's): the original is what is trained."""
+STORED_AS = re.compile(r"(?:[-_.:](?:gguf|mlx|qat|i1|ud|i?q\d(?:_[a-z\d]+)*|b?fp?16|\d-?bit))+$", re.IGNORECASE)
 
 
 def plain_name(name: str) -> tuple[str, dict[str, Any]]:
@@ -39,6 +42,8 @@ def plain_name(name: str) -> tuple[str, dict[str, Any]]:
     if packed := PACKED.search(name):
         quantization = {"quant_method": packed[1].lower(), "bits": int(packed[2] or 4)}
         return name[: packed.start()], {"quantization_config": quantization}
+    if FOR_INFERENCE.search(name):
+        return STORED_AS.sub("", name).replace("\\", "/").rpartition("/")[2], {}
     owner, _, model = name.lower().rpartition("/")
     if owner not in PUBLISHERS or not model.endswith(IN_4_BITS):
         return ITS_OWN_NAMES.get(name.lower(), name), {}

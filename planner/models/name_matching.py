@@ -175,6 +175,7 @@ def _best(name: str, matches: Sequence[_Match], *, copy: bool = False) -> Taken 
         return Taken(catalogue_id=best.hub_id.text, model_id=name, words=words)
     others = dict.fromkeys(match.spelled for match in nearest if match.hub_id.entry != best.hub_id.entry)
     note = f" (there is {', '.join(others)} too)" if others else ""
+    note += " (of another tuning, in the same shape: a hub id in full names your own)" if best.retuned else ""
     return Taken(catalogue_id=best.hub_id.text, model_id=best.spelled, words=f"taken as {best.spelled}{note}")
 
 
@@ -186,8 +187,9 @@ def _ambiguous(name: str, matches: Sequence[_Match]) -> UnknownModelError:
     ):
         entries.setdefault(match.hub_id.entry, match)
     listed = ", ".join(match.spelled for match in list(entries.values())[:MAX_LISTED])
+    which = "say which" if len(entries) > 1 else "the catalogue has one that may be meant"
     error = UnknownModelError(
-        f"{name!r:.80} is not one model: sizes, generations and variants are not guessed", hint=f"say which: {listed}"
+        f"{name!r:.80} is not one model: sizes, generations and variants are not guessed", hint=f"{which}: {listed}"
     )
     error.could_be = tuple(match.hub_id.text for match in entries.values())
     return error
@@ -242,7 +244,7 @@ def _hub_ids() -> tuple[_HubId, ...]:
 
 def _matches(words: Sequence[str], numbers: Sequence[str], runs: Sequence[Sequence[int]]) -> list[_Match]:
     """The ids that have all that was said, by the first way to read the numbers by which any has."""
-    if words or numbers:
+    if {*words} - SPOKEN_FILLERS or numbers:
         for reading in _readings(numbers, runs):
             if matches := [match for hub_id in _hub_ids() if (match := _match(hub_id, words, reading)) is not None]:
                 return matches

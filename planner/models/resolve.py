@@ -10,6 +10,7 @@ from planner.core.errors import ConfigError, UnknownModelError, UsageError
 from planner.core.inputs import parse_object, read_bytes
 from planner.models import catalogue, hub
 from planner.models.config_file import CONFIG_NAME, read_config
+from planner.models.copies import DYNAMIC, DYNAMIC_MORE, FOR_INFERENCE, plain_name, unfused
 from planner.models.families import spec_from_config
 from planner.models.families.fields import shown
 from planner.models.spec import ModelSpec
@@ -53,6 +54,8 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
     name = name.strip()
     if not name:
         raise UnknownModelError("MODEL is empty", hint="give a hub id, a catalogue name or a directory")
+    if FOR_INFERENCE.search(name) and not os.path.isdir(name) and (original := _by_common_name(name)) is not None:
+        return original
     local = _local_config(name)
     if local is not None and not ((revision or ask_hub) and hub.is_repo_id(name)):
         if revision:
@@ -73,6 +76,11 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
         model = _by_common_name(name)
     if model is None and hub.is_repo_id(name):  # ids of the hub's first years have no owner
         return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)], like=like)
+    repo, at, its_revision = name.partition("@")
+    if model is None and at and hub.is_repo_id(repo):
+        raise UsageError(
+            f"{shown(name)}: a revision has an option of its own", hint=f"{repo} --revision {its_revision}"
+        )
     if model is None:
         raise UnknownModelError(f"no model of the catalogue is called {shown(name)}", hint=_hint(name))
     if like:
@@ -86,7 +94,6 @@ def _by_common_name(name: str) -> ModelSpec | None:
     Raises:
         UnknownModelError: it may be several.
     """
-    from planner.models.copies import DYNAMIC, DYNAMIC_MORE, plain_name, unfused
     from planner.models.name_matching import understand  # late: an id of the catalogue needs none of it
 
     plain, extra = plain_name(name)
@@ -95,6 +102,7 @@ def _by_common_name(name: str) -> ModelSpec | None:
     if taken is None or spec is None:
         return None
     words = f"{shown(name)}: {taken.words}"
+    words += " (the original is what is trained)" if FOR_INFERENCE.search(name) else ""
     changed = extra | unfused(plain, spec.config)
     if not changed:
         return replace(spec, model_id=taken.model_id, taken_as=words)
@@ -153,7 +161,6 @@ def _spec(
 def meant(name: str) -> list[str]:
     """Lower-case hub ids of the catalogue that a name may mean, best first: what `resolve_model` takes or asks about,
     else those that hold it, else close ones."""
-    from planner.models.copies import plain_name
     from planner.models.name_matching import understand
 
     entry = catalogue.find(name)

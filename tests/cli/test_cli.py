@@ -178,10 +178,17 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("words", "next_step"), [("llama3", "plan which-gpu"), ("--gpu 3060", "plan which-model")])
+def test_what_is_left_out_is_hinted_at(words: str, next_step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words.split()) == 2
+    assert next_step in capsys.readouterr().err.partition("hint: ")[2]
+
+
 def test_main_command_is_written_in_only_where_no_subcommand_stands() -> None:
     assert complete_arguments(["gpt2", "--gpu", "t4"])[0] == "make"
     assert complete_arguments(["--gpu", "t4", "gpt2"])[0] == "make"
     assert complete_arguments(["gpus"]) == ["gpus"]
+    assert complete_arguments(["help"]) == ["--help"]
     assert complete_arguments(["./gpus"])[0] == "make"
     assert complete_arguments(["llama", "3.1", "8b", "--gpu", "t4"]) == ["make", "llama 3.1 8b", "--gpu", "t4"]
     assert complete_arguments(["which-gpu", "qwen", "3"]) == ["which-gpu", "qwen 3"]

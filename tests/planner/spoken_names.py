@@ -23,7 +23,11 @@ SPOKEN = {
     "deepseek r1 distill llama 8b": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "falcon3 7b": "tiiuae/Falcon3-7B-Base",
     "bloom 1.1b": "bigscience/bloom-1b1", "vicuna 7b": "lmsys/vicuna-7b-v1.5",
     "whisper large v3": "openai/whisper-large-v3", "unsloth/Meta-Llama-3.1-8B": "unsloth/Meta-Llama-3.1-8B",
-    "someone/Qwen3-4B": "someone/Qwen3-4B",
+    "someone/Qwen3-4B": "someone/Qwen3-4B", "llama3.1:8b-instruct-q4_K_M": "meta-llama/Llama-3.1-8B-Instruct",
+    "TheBloke/Llama-2-7B-GGUF": "meta-llama/Llama-2-7b-hf", "hf.co/unsloth/Qwen3-8B-GGUF:UD-Q4_K_XL": "Qwen/Qwen3-8B",
+    "/home/me/Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf": "meta-llama/Llama-3.1-8B-Instruct",
+    "mlx-community/Llama-3.2-3B-Instruct-4bit": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama3.2:3b-instruct-fp16": "meta-llama/Llama-3.2-3B-Instruct", "gemma3:4b-it-qat": "google/gemma-3-4b-it",
 }  # fmt: skip
 """What is typed -> the hub id that a launch file names."""
 

@@ -104,6 +104,19 @@ def test_a_card_that_may_be_several_is_asked(typed: str) -> None:
     assert error.value.hint.startswith("say which: ")
 
 
+@pytest.mark.parametrize("typed", ["colab pro", "12"])  # "Radeon PRO W7900", "RTX A2000 12GB"
+def test_a_service_and_a_bare_number_are_no_cards(typed: str) -> None:
+    with pytest.raises(UnknownGpuError, match="not in the table") as error:
+        find_gpu(typed)
+    assert not error.value.could_be
+
+
+def test_a_revision_behind_a_name_is_said_to_be_an_option() -> None:
+    with pytest.raises(UsageError) as error:
+        resolve_model("Qwen/Qwen3-8B@main")
+    assert error.value.hint == "Qwen/Qwen3-8B --revision main"
+
+
 def test_every_row_in_any_case_and_separators_is_itself_or_one_of_those_asked() -> None:
     draw = random.Random(34)
     for spec in all_gpus():
@@ -156,7 +169,7 @@ def test_a_number_that_is_said_twice_must_be_the_same() -> None:
 def test_a_size_a_generation_and_a_variant_are_asked(typed: str) -> None:
     with pytest.raises(UnknownModelError) as error:
         resolve_model(typed)
-    assert set(error.value.hint.removeprefix("say which: ").split(", ")) >= ASKED[typed]
+    assert set(re.findall(r"[\w.-]+/[\w.-]+", error.value.hint)) >= ASKED[typed]
     assert error.value.exit_code == 2
 
 
