@@ -323,6 +323,7 @@ def test_preferences_of_every_form_are_the_same_pairs_for_every_target(form: str
         ("dpo", {"prompt": [ASKED], "chosen": [BEE], "rejected": [SEA]}),
         ("kto", {"prompt": [ASKED], "completion": [BEE], "label": True}),
         ("grpo", {"prompt": [ASKED], "answer": "bee"}),
+        ("grpo", {"prompt": ASKED["content"], "chosen": [BEE]}),  # a text: what else a row has is the reward's
     ],
 )
 def test_chats_are_texts_where_no_template_can_write_them(objective: str, row: dict[str, Any], place: Path) -> None:
@@ -337,7 +338,8 @@ def test_chats_are_texts_where_no_template_can_write_them(objective: str, row: d
     prepared(place, request, "rows")
     question = f"<|im_start|>user\n{ASKED['content']}<|im_end|>\n<|im_start|>assistant\n"
     answers = {name: f"{half[0]['content']}<|im_end|>{END}" for name, half in row.items() if half in ([BEE], [SEA])}
-    assert made(place, "rows") == [row | {"prompt": question} | answers]
+    texts = {"prompt": question} | answers if row["prompt"] == [ASKED] else {}
+    assert made(place, "rows") == [row | texts]
 
 
 def test_rows_of_other_objectives_keep_what_their_trainers_read(place: Path) -> None:
