@@ -158,6 +158,15 @@ def test_unsloth_adapts_the_parts_that_its_switches_name(kind: str, more: str, e
     assert adapted == {True: set(encoder.split()), False: set(text.split())}
 
 
+@pytest.mark.parametrize("kinds", [("vision_layers", "language_layers"), ("attention_modules", "mlp_modules")])
+def test_unsloth_stops_where_its_switches_leave_nothing(kinds: tuple[str, str]) -> None:
+    """unsloth_zoo peft_utils.py get_peft_regex: "No layers to finetune", "No modules to finetune"."""
+    text = UNSLOTHS_PICTURES.format("FastVisionModel", ", ".join(f"finetune_{kind}=False" for kind in kinds))
+    model = catalogue.load("Qwen/Qwen2.5-VL-3B-Instruct")
+    config = read_text(HEAD + text.replace("RANK", "16"), "train.py", model=model, around=FileContext())
+    assert any("Unsloth stops" in refusal for refusal in config.refusals)
+
+
 @pytest.mark.parametrize(("bits", "experts"), [("", True), (", load_in_4bit=False", False)])
 def test_unsloths_conversion_of_gpt_oss_has_its_experts_in_4_bits(bits: str, experts: bool) -> None:
     """Its notebook prints 3,981,312 trainable parameters of rank 8 on seven names: those of attention alone

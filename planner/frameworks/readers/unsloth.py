@@ -87,6 +87,8 @@ def pattern(lora: Settings, names: tuple[str, ...], owner: str) -> str:
     if names and len(on) == len(tags):
         return ""
     layers, modules = ("|".join(tags[of] for of in on if of.endswith(kind)) for kind in ("layers", "modules"))
+    if not (layers and modules):
+        lora.refusals.append("Unsloth stops: no layers, or no modules of them, to finetune")
     leaves = "|".join(map(re.escape, names or repeated_leaves(model)))
     return rf".*?(?:{layers}).*?(?:{modules}).*?(?:{leaves})"
 
