@@ -500,6 +500,13 @@ def test_tools_and_reasoning_are_counted_as_they_are_trained_on(
     )
 
 
+def test_readers_of_chats_alone_get_questions_and_answers_as_such(place: Path) -> None:
+    """A person puts such data into a launch that was planned without any: LLaMA-Factory reads "messages"."""
+    (place / "pairs.jsonl").write_text(json.dumps({"prompt": "a?", "completion": "bee"}) + "\n")
+    prepared(place, replace(asked("pairs.jsonl"), dataset=DatasetChoice(path="pairs.jsonl", local=True)), "chats")
+    assert made(place, "chats") == [{"messages": [say("user", "a?"), say("assistant", "bee" + END)]}]
+
+
 def test_readers_of_role_and_content_get_no_chat_that_says_more(place: Path) -> None:
     """LLaMA-Factory would learn a call as an empty answer, and no reasoning."""
     (place / "more.jsonl").write_text(json.dumps(CHAT) + "\n")
