@@ -11,6 +11,8 @@ MAX_CONFIG_BYTES = 5_000_000
 """Far above any real config.json (the largest of the catalogue has 4 kB)."""
 
 CONFIG_NAME = "config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+"""PEFT's. Source: peft 0.21 `utils/constants.py`."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -74,8 +76,13 @@ def _adapter_hint(directory: Path) -> str:
         names = set(os.listdir(directory))
     except (OSError, ValueError):
         return ""
-    if "adapter_config.json" in names:
-        return "the directory holds a PEFT adapter: plan for its base model (base_model_name_or_path)"
+    if ADAPTER_CONFIG_NAME in names:
+        words, field = "the directory holds a PEFT adapter: plan for its base model", "base_model_name_or_path"
+        try:
+            base = read_config(directory / ADAPTER_CONFIG_NAME).get(field)
+        except ConfigError:
+            base = None
+        return f"{words}, {base or field!s:.200}"
     if any(name.endswith(".gguf") for name in names):
         return "the directory holds GGUF weights: plan for the original model, training needs its transformers form"
     if "params.json" in names:

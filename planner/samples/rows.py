@@ -89,7 +89,9 @@ def files_of(path: Path) -> list[Path]:
         if loader_of(path):
             return [path]
         endings = ", ".join(SUFFIXES)
-        raise DataError(f"{path.name}: files that are read end in {endings}, or these and .gz", "convert or rename it")
+        raise DataError(
+            f"{path.name}: files that are read end in {endings}, or these and .gz", "save text as .txt, a table as .csv"
+        )
     files = [
         file
         for file in sorted(path.rglob("*"))

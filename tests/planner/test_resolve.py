@@ -127,6 +127,10 @@ def test_a_directory_without_config_says_what_it_holds(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             resolve_model("./adapter")
         assert words in error.value.hint
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-8B"}')
+    with pytest.raises(ConfigError) as error:
+        resolve_model("./adapter")
+    assert error.value.hint.endswith("its base model, Qwen/Qwen3-8B")
 
 
 def test_broken_paths_are_config_errors(tmp_path: Path) -> None:
