@@ -35,7 +35,7 @@ _COUNTED = (
 )
 _COUNT_LAST = re.compile(rf"(.+?)(?:\s+[x×*]\s*|\s*:\s*)({_COUNT})", re.IGNORECASE)
 _MEMORY = re.compile(r"(?<![a-z\d.])(\d{1,4}(?:\.\d+)?)[\s_-]*g(?:i?b)?(?![a-z\d])", re.IGNORECASE)
-_MACHINES = re.compile(r"\b(?:mac\s*book\s*(?:pro|air)?|mac\s*(?:studio|mini|pro)|imac)\b")
+_MACHINES = re.compile(r"\b(?:mac\s*book\s*(?:pro|air)?|mac(?:\s*(?:studio|mini|pro))?|imac)\b")
 _WORDS = re.compile(r"[a-z0-9]+").findall
 _MAKERS = ("nvidia", "amd", "apple", "intel", "geforce", "tesla", "instinct", "radeon", "arc")
 """Words that tell nothing apart at the head of a name."""

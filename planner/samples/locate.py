@@ -19,7 +19,7 @@ def path_of(name: str) -> Path | None:
     if "://" in name:
         return None
     if loader_of(path) or name.startswith((".", "/", "~")):
-        raise ConfigError(f"no data set at {name}", hint="give a hub id, or a file that exists")
+        raise ConfigError(f"no data set at {name}", hint="give a hub id, or a file or folder that exists")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

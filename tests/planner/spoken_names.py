@@ -47,7 +47,7 @@ CARDS = {
     "H100 94GB": ("h100-nvl", None), "GH200": ("gh200", None), "B200 192GB": ("b200", None), "MI300": ("mi300x", None),
     "MI100": ("mi100", None), "7900 XTX": ("rx-7900-xtx", None), "Radeon RX 9070 XT": ("rx-9070-xt", None),
     "Strix Halo 128GB": ("radeon-8060s-128gb", None), "Intel Arc B580 12GB": ("arc-b580", None),
-    "M4": ("apple-m4", None), "MacBook Pro M4 Max 64GB": ("apple-m4-max-64gb", None),
+    "M4": ("apple-m4", None), "MacBook Pro M4 Max 64GB": ("apple-m4-max-64gb", None), "mac m2": ("apple-m2", None),
     "Jetson AGX Orin": ("jetson-agx-orin-64gb", None), "Jetson Thor": ("jetson-agx-thor", None),
     "GTX 1660:6GiB:192GB/s:10TFLOPS:sm75": ("GTX 1660:6GiB:192GB/s:10TFLOPS:sm75", None),
     "2x Some card:12GiB:0.36TB/s:29 TFLOPS": ("Some card:12GiB:360GB/s:29TFLOPS", 2),
