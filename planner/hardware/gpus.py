@@ -490,7 +490,8 @@ def _named(text: str) -> GpuSpec:
     raise UnknownGpuError(
         f"GPU {shown!r} is not in the table",
         hint=(f"{near}; " if near else "")
-        + f"`plan gpus` lists all, --gpu local asks this machine; any card can be described: --gpu {FORM} ({MEANING})",
+        + f"`plan gpus` lists all, `plan which-gpu MODEL` ranks those to rent or buy, --gpu local asks this machine; "
+        f"any card can be described: --gpu {FORM} ({MEANING})",
     )
 
 

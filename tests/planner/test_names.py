@@ -104,11 +104,12 @@ def test_a_card_that_may_be_several_is_asked(typed: str) -> None:
     assert error.value.hint.startswith("say which: ")
 
 
-@pytest.mark.parametrize("typed", ["colab pro", "12"])  # "Radeon PRO W7900", "RTX A2000 12GB"
+@pytest.mark.parametrize("typed", ["colab pro", "12", "none"])  # "Radeon PRO W7900", "RTX A2000 12GB"
 def test_a_service_and_a_bare_number_are_no_cards(typed: str) -> None:
     with pytest.raises(UnknownGpuError, match="not in the table") as error:
         find_gpu(typed)
     assert not error.value.could_be
+    assert "plan which-gpu" in error.value.hint
 
 
 def test_a_revision_behind_a_name_is_said_to_be_an_option() -> None:
