@@ -63,8 +63,9 @@ def cases() -> list[Case]:
         for at, typed in enumerate(models)
         for by, card in enumerate(CARDS)
     ]
-    for at, card in enumerate(CARDS):
-        combinations.append(Case(models[at % len(models)], card, data[at % len(data)], "mlx"))
+    cards = list(CARDS)
+    for at in range(max(len(models), len(cards))):
+        combinations.append(Case(models[at % len(models)], cards[at % len(cards)], data[at % len(data)], "mlx"))
     return combinations
 
 
