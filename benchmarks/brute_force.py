@@ -21,6 +21,7 @@ from planner.memory.workload import Workload
 from planner.models.resolve import resolve_model
 from planner.options.stacks import DEFAULT
 from planner.planning.answer import plan_workload
+from planner.planning.decision.candidates import uneven_tokens_per_s
 from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.policy import tie_break
 from planner.planning.decision.results import PREFERENCE_FRACTION
@@ -30,7 +31,7 @@ from planner.planning.plan_request import PlanRequest
 from planner.planning.space import branches, dimension_values, micro_batches
 from planner.setup import TrainSetup
 from planner.setup.packages import PACKAGE_PRICES
-from planner.speed import SpeedProfile, speed_profile
+from planner.speed import speed_profile
 
 PAIRS = (
     ("HuggingFaceTB/SmolLM2-135M", "rtx-3060"), ("HuggingFaceTB/SmolLM2-135M", "h100-sxm"),
@@ -61,8 +62,8 @@ class Found(NamedTuple):
     @property
     def share(self) -> float:
         """Chosen speed over the fastest's, of samples that differ in length and by the price of a package."""
-        request, chosen = self.plan.workload, self.plan.chosen.setup
-        return worth(chosen, profile_of(request, chosen).step_time(uneven(request, chosen)).tokens_per_s) / self.worth
+        chosen = self.plan.chosen
+        return worth(chosen.setup.attention, uneven_tokens_per_s(self.plan.workload, chosen)) / self.worth
 
     @property
     def at_fault(self) -> bool:
@@ -86,13 +87,9 @@ def uneven(request: Workload, setup: TrainSetup) -> TrainSetup:
     return setup.replace(uneven=request.uneven)
 
 
-def worth(setup: TrainSetup, tokens_per_s: float) -> float:
+def worth(attention: str, tokens_per_s: float) -> float:
     """A speed by the price of its attention's package."""
-    return tokens_per_s * (1 - PACKAGE_PRICES.get(setup.attention, 0.0))
-
-
-def profile_of(request: Workload, setup: TrainSetup) -> SpeedProfile:
-    return speed_profile(request.model, request.gpu, uneven(request, setup))
+    return tokens_per_s * (1 - PACKAGE_PRICES.get(attention, 0.0))
 
 
 def peak(request: Workload, setup: TrainSetup) -> int:
@@ -124,8 +121,13 @@ def search(model: str, gpu: str, global_batch: int) -> Found | None:
     pairs = [(micro, request.global_batch_seqs // micro) for micro in micro_batches(request.global_batch_seqs)]
     speeds = []
     for family in families(of_program, node):
-        alone, padded = (profile_of(request, family.replace(micro_batch_seqs=micro)) for micro in (1, 2))
-        speeds += [(worth(family, (padded if pair[0] > 1 else alone).at(*pair)[1]), family, pair) for pair in pairs]
+        alone, padded = (
+            speed_profile(request.model, request.gpu, uneven(request, family.replace(micro_batch_seqs=micro)))
+            for micro in (1, 2)
+        )
+        for pair in pairs:
+            tokens_per_s = (padded if pair[0] > 1 else alone).at(*pair)[1]
+            speeds.append((worth(family.attention, tokens_per_s), family, pair))
     may, least = None, {}
     for speed, family, (micro, steps) in sorted(speeds, key=lambda candidate: -candidate[0]):
         if id(family) not in least:  # more sequences never need less (tests/planner/test_memory_terms.py)

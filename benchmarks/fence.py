@@ -17,6 +17,7 @@ from dataclasses import field, replace
 from datetime import date
 from typing import Any, NamedTuple
 
+from benchmarks.brute_force import worth
 from benchmarks.shared import DOCS, marked
 from planner.core.errors import UsageError
 from planner.core.records import dataclass
@@ -27,6 +28,7 @@ from planner.models.resolve import resolve_model
 from planner.options.kernels import KERNELS
 from planner.options.stacks import DEFAULT
 from planner.planning.answer import plan_workload
+from planner.planning.decision.candidates import uneven_tokens_per_s
 from planner.planning.decision.layouts import STAGES, layout_name, layouts
 from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.policy import full_quality, left_out
@@ -37,8 +39,6 @@ from planner.planning.space import dimension_values
 from planner.planning.targets import LAUNCHERS
 from planner.planning.walk import Padding, WalkedSetup, walk
 from planner.setup import TrainSetup
-from planner.setup.packages import PACKAGE_PRICES
-from planner.speed import speed_profile
 
 LEAST_SHARE = 0.97
 
@@ -109,17 +109,14 @@ class Found(NamedTuple):
     @property
     def share(self) -> float:
         """Chosen speed over the fastest's that is open, of samples that differ in length."""
-        workload, chosen = self.plan.workload, self.plan.chosen.setup
-        uneven = chosen.replace(uneven=workload.uneven)
-        profile = speed_profile(workload.model, workload.gpu, uneven, workload.cluster)
-        price = 1 - PACKAGE_PRICES.get(chosen.attention, 0.0)
-        return price * profile.step_time(uneven).tokens_per_s / worth_of(self.fastest, Padding(workload))
+        workload, chosen = self.plan.workload, self.plan.chosen
+        mine = worth(chosen.setup.attention, uneven_tokens_per_s(workload, chosen))
+        return mine / worth_of(self.fastest, Padding(workload))
 
 
 def worth_of(point: WalkedSetup, padding: Padding) -> float:
     """A speed of samples that differ in length, by the price of its package."""
-    price = 1 - PACKAGE_PRICES.get(point.attention, 0.0)
-    return point.tokens_per_s * price * padding.kept_fraction(point)
+    return worth(point.attention, point.tokens_per_s * padding.kept_fraction(point))
 
 
 def quality(workload: Workload, setup: TrainSetup) -> tuple[object, ...]:

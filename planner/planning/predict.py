@@ -71,13 +71,13 @@ def predict(
     Source: `planner.memory`, `planner.speed.roofline` and `planner.speed.several_gpus`, each term with its own source.
     Measured: docs/accuracy/formula.md, per source and per case.
     """
-    setup = in_one_memory(gpu, setup)
-    if setup.builds_encoders:
-        from planner.models.encoders import with_vision  # late: text alone needs none of it
+    return _of_run(*_as_run(model, gpu, setup), gpu, cluster, planned=planned)
 
-        model = with_vision(model)
-    if setup.trainer.one_kernel_gelu:
-        model = with_one_kernel_gelu(model)
+
+def _of_run(
+    model: ModelSpec, setup: TrainSetup, gpu: GpuSpec, cluster: "Cluster | None", *, planned: bool
+) -> Prediction:
+    """`predict`, of what `_as_run` gives."""
     ranks = memory_of(model, gpu, setup)
     memory = ranks[0].breakdown
     speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)
@@ -113,6 +113,17 @@ def predict(
         bands=sides,
     )
     return with_evidence(prediction, gpu, setup, planned=planned)
+
+
+def _as_run(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[ModelSpec, TrainSetup]:
+    """The model as a setup's program builds it, and the setup as the card runs it."""
+    if setup.builds_encoders:
+        from planner.models.encoders import with_vision  # late: text alone needs none of it
+
+        model = with_vision(model)
+    if setup.trainer.one_kernel_gelu:
+        model = with_one_kernel_gelu(model)
+    return model, in_one_memory(gpu, setup)
 
 
 def with_padding(
@@ -167,9 +178,9 @@ def predict_with_padding(
     model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "Cluster | None" = None, *, planned: bool = False
 ) -> Prediction:
     """`predict`, as people are shown it: `with_padding`."""
-    prediction = predict(model, gpu, setup, cluster, planned=planned)
-    changed = setup.builds_encoders or setup.trainer.one_kernel_gelu or gpu.shares_host_memory  # by `predict`
-    return with_padding(prediction, model, gpu, setup, cluster, of_formula=not changed)
+    built, runs = _as_run(model, gpu, setup)
+    prediction = _of_run(built, runs, gpu, cluster, planned=planned)
+    return with_padding(prediction, model, gpu, setup, cluster, of_formula=built is model and runs is setup)
 
 
 _PADDED = {True: "SDPA gets a mask", False: "flash attention keeps copies without padding"}
