@@ -1,20 +1,16 @@
-"""Every recorded measurement against what a level predicts for it, or other estimators (--rivals).
+"""Every recorded measurement against what a level predicts for it.
 
 python -m benchmarks.accuracy [--level formula] [--what all] [--group SOURCE] [--out docs/accuracy] [--json]
 """
 
-import json
-import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import typer
 
-from benchmarks.accuracy_table import AccuracyTable, Lookup, Predict, accuracy_table
+from benchmarks.accuracy_table import AccuracyTable, Predict, accuracy_table
 from benchmarks.accuracy_text import accuracy_csv, accuracy_json, accuracy_markdown, render_accuracy, scatter_svg
 from benchmarks.measured import MeasuredRow, Quantity, load_rows, newest_versions
 from benchmarks.shared import loaded
@@ -22,15 +18,12 @@ from finetune_planner.cli import options
 from finetune_planner.cli.output import console, fail, print_json, write_text
 from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.core.install import install_command
-from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
-from planner.memory.model import predict_memory
 from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.setup.interchange import setup_to_dict
 from planner.setup.outcome import Prediction, ProbeFailure
 
 LEVELS = {"formula": "formula", "dry_run": "dry run", "dry-run": "dry run"}
@@ -51,24 +44,12 @@ def accuracy(
     newest: Annotated[
         bool, typer.Option("--newest", help="Each configuration once, under its newest versions.")
     ] = False,
-    rivals: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--rivals", help="Python that has canifinetune, fitcheck-llm or fitscout: their errors; repeatable."
-        ),
-    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Directory for Markdown, CSV and SVG.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Predicted against measured, per source: median, 90th and 95th percentile, worst."""
     quantities = _quantities(level, what)
     rows = _rows(group, newest)
-    if rivals:
-        table = rivals_table(compare_rivals(rows, rivals, _lookup))
-        if out is not None:
-            write_text(out / "rivals.md", f"# Other estimators on the recorded runs\n\n{table}")
-        console().print(table, markup=False, soft_wrap=True)
-        return
     ask = _remembered(predict if level == "formula" else dry_run_setup())
     tables = [accuracy_table(rows, ask, what=quantity, lookup=_lookup, level=LEVELS[level]) for quantity in quantities]
     if out is not None:
@@ -154,127 +135,6 @@ def _write(directory: Path, level: str, tables: Sequence[AccuracyTable], command
             raise EnvironmentProblem(
                 f"scatter plots need matplotlib: {error}", hint=install_command("report")
             ) from error
-
-
-TIMEOUT_S = 600
-
-
-class RivalRow(NamedTuple):
-    """One estimator on one source's runs, and the formula on the same; errors as fractions."""
-
-    name: str
-    group: str
-    figure: Quantity
-    num_configs: int
-    num_unanswered: int
-    median_error: float
-    worst_error: float
-    own_median_error: float
-    own_worst_error: float
-
-
-def compare_rivals(rows: Sequence[MeasuredRow], pythons: Sequence[Path], lookup: Lookup) -> list[RivalRow]:
-    """Every rival that these Pythons have, source by source; of a configuration that was repeated the first run.
-
-    Args:
-        lookup: the model and the card of a row.
-
-    Raises:
-        EnvironmentProblem: a Python that does not start, or has none of them.
-    """
-    first_runs: dict[tuple[str, str], MeasuredRow] = {}
-    for row in rows:
-        if row.status == "ok" and row.num_gpus == 1 and (row.comparable("reserved") or row.comparable("device")):
-            first_runs.setdefault((row.group, row.config_id), row)
-    predictions = {
-        row.id: predict_memory(*lookup(row), row.setup) for row in first_runs.values() if row.setup is not None
-    }
-    rival_rows: list[RivalRow] = []
-    for python in pythons:
-        answers = _ask(python, [_line(row, lookup) for row in first_runs.values()])
-        errors: dict[tuple[str, str, Quantity], list[tuple[float | None, float]]] = defaultdict(list)
-        for row, several in zip(first_runs.values(), answers, strict=True):
-            for answer in several:
-                measured = row.measured(answer["figure"])
-                if measured is None:
-                    continue
-                off = None if answer["gib"] is None else answer["gib"] * GIB / measured - 1
-                own: int = getattr(predictions[row.id], f"peak_{answer['figure']}_bytes")
-                errors[answer["name"], row.group, answer["figure"]].append((off, own / measured - 1))
-        for (name, group, figure), each in sorted(errors.items()):
-            answered = [(abs(theirs), abs(ours)) for theirs, ours in each if theirs is not None]
-            if answered:
-                theirs, ours = zip(*answered, strict=True)
-                figures = median(theirs), max(theirs), median(ours), max(ours)
-                rival_rows.append(RivalRow(name, group, figure, len(answered), len(each) - len(answered), *figures))
-    return rival_rows
-
-
-def rivals_table(rows: Sequence[RivalRow]) -> str:
-    """One table: the rival's error and the formula's, on the runs that the rival answers."""
-    lines = [
-        "| estimator | runs of | figure | configurations | not answered | median | worst | formula here | worst |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        words = " | ".join(f"{100 * share:.1f} %" for share in row[5:])
-        lines.append(
-            f"| {row.name} | {row.group} | {row.figure} | {row.num_configs} | {row.num_unanswered or ''} | {words} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _line(row: MeasuredRow, lookup: Lookup) -> str:
-    assert row.setup is not None  # comparable rows have one
-    model, gpu = lookup(row)
-    return json.dumps(
-        {
-            "model": row.model_name,
-            "setup": setup_to_dict(row.setup),
-            "shape": {"gpu": gpu.key, "memory_gib": gpu.memory_bytes / GIB, **_shape(model)},
-        }
-    )
-
-
-def _shape(model: ModelSpec) -> dict[str, Any]:
-    """A dense decoder in the words that every estimator has."""
-    layer = next(kind for kind in model.layer_kinds if kind.attention is not None)
-    assert layer.attention is not None
-    return {
-        "num_params": model.num_params,
-        "hidden_size": model.hidden_size,
-        "num_layers": model.num_layers,
-        "num_attention_heads": layer.attention.num_heads,
-        "num_kv_heads": layer.attention.num_kv_heads,
-        "head_dim": layer.attention.head_dim,
-        "intermediate_size": layer.mlp.intermediate_size if layer.mlp is not None else 0,
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tied,
-    }
-
-
-def _ask(python: Path, lines: Sequence[str]) -> list[list[dict[str, Any]]]:
-    code = Path(__file__).with_name("rival_child.py").read_text(encoding="utf-8")
-    try:
-        done = subprocess.run(
-            [str(python), "-I", "-c", code],
-            input="\n".join(lines) + "\n",
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvironmentProblem(
-            f"{python} did not answer: {error}", hint="give the Python of an environment"
-        ) from error
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    if len(answers) != len(lines) or not any(answers):
-        raise EnvironmentProblem(
-            f"{python} has none of canifinetune, fitcheck-llm and fitscout, or failed: {done.stderr[-200:]}",
-            hint="install one there: PYTHON -m pip install canifinetune",
-        )
-    return answers
 
 
 def main(words: Sequence[str]) -> int:

@@ -3,8 +3,6 @@
     python -m benchmarks.any_model                      # all types at their default sizes; goes on where it stopped
     python -m benchmarks.any_model --types mamba,bamba --out some.jsonl
     python -m benchmarks.any_model --markdown           # docs/accuracy/any-model.md of what was counted
-    python -m benchmarks.any_model --depths 20          # families that no code names: a run of few layers
-                                                        # against one of all
 
 A type passes where `plan FOLDER --gpu h100 --seq-len 512 --out DIR`, with nothing cached, reads its config.json as
 transformers writes it, plans it, proves the plan by a dry run and writes launch files. What stands beside the plan,
@@ -14,12 +12,10 @@ with fewer layers.
 
 import argparse
 import gc
-import hashlib
 import io
 import json
 import multiprocessing
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -34,7 +30,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks import shared
-from benchmarks.shared import rows_of, rows_so_far
+from benchmarks.shared import rows_so_far
 from planner.models.families import model_types
 from planner.planning.evidence.bands import MIXER_BAND, TREE_BAND, TREE_MIXTURE_BAND
 from probes.dryrun.startup import load_libraries
@@ -48,7 +44,7 @@ OWN_LENGTH = ("whisper",)
 """Types whose sequences have the length that the model says."""
 LONGEST = {"prophetnet": 510}
 """Whose table of positions has two rows fewer than it says."""
-DATA, DEPTHS = shared.DATA / "any_model.jsonl", shared.DATA / "any_model_depths.jsonl"
+DATA = shared.DATA / "any_model.jsonl"
 KINDS: Mapping[str, tuple[str, float]] = {
     "adapter": ("with an adapter", 0.0),
     "dense": ("without: dense", TREE_BAND),
@@ -214,65 +210,6 @@ def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
     return line if line["written"] else line | {"failed": "launch", "why": plan["launch"][0]["notes"][0][:300]}
 
 
-DEPTH_SETUPS: Mapping[str, Mapping[str, Any]] = {
-    "lora, checkpointing": {"checkpointing": 1},
-    "lora": {"checkpointing": 0},
-    "full": {"checkpointing": 0, "method": "full", "lora_rank": 0, "precision": "bf16-mixed", "optimizer": "adamw"},
-}
-
-
-def unnamed_types() -> list[str]:
-    """Types whose name stands nowhere in the packages, in an order that has no meaning."""
-    root = Path(__file__).parent.parent
-    code = "".join(
-        path.read_text()
-        for package in ("planner", "probes", "search", "reports")
-        for path in (root / package).rglob("*.py")
-    )
-    named = set(re.findall(r"[\"']([\w-]+)[\"']", code))
-    return sorted(set(causal_types()) - named, key=lambda model_type: hashlib.sha256(model_type.encode()).hexdigest())
-
-
-def depth_errors(model_type: str) -> dict[str, Any]:
-    """The dry run of a few layers, repeated, against that of all layers: by how much it is off, by setup."""
-    from planner.setup import TrainSetup
-    from planner.setup.outcome import ProbeFailure
-    from probes.dryrun.api import report_for_config
-
-    raw = json.loads(default_config(model_type).to_json_string(use_diff=False))
-    line: dict[str, Any] = {"type": model_type}
-    for name, fields in DEPTH_SETUPS.items():
-        setup = TrainSetup(seq_len_tokens=128, micro_batch_seqs=2, **fields)
-        started = time.perf_counter()
-        few = report_for_config(raw, (9, 0), setup)
-        between = time.perf_counter()
-        every = report_for_config(raw, (9, 0), setup, full_depth=True)
-        failed = [outcome.message for outcome in (few, every) if isinstance(outcome, ProbeFailure)]
-        if isinstance(few, ProbeFailure) or isinstance(every, ProbeFailure):
-            line[name] = failed[0][:200]
-            continue
-        parts = ("peak_allocated_bytes", "peak_reserved_bytes")
-        errors = [getattr(few.prediction, part) / getattr(every.prediction, part) - 1 for part in parts]
-        seconds = [round(between - started, 2), round(time.perf_counter() - between, 2)]
-        line[name] = {"layers": [few.depth, few.num_layers], "errors": errors, "seconds": seconds}
-    return line
-
-
-def _depths(num: int, out: Path) -> None:
-    worst, done = 0.0, 0
-    for model_type in unnamed_types():
-        if done == num:
-            break
-        line = depth_errors(model_type)
-        print(json.dumps(line), file=sys.stderr)
-        with out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        if repeated := _repeated(line):
-            done += 1
-            worst = max(worst, *(abs(error) for value in repeated for error in value["errors"]))
-    print(f"{done} families that no code names: worst {worst:.4%}")
-
-
 def load_all() -> None:
     """Loads what every child needs, once: a plan's own seconds are some of the imports'."""
     import_module("finetune_planner.cli.make")
@@ -314,7 +251,7 @@ def _why(line: Mapping[str, Any]) -> str:
     return words.partition("builds of it: ")[2].partition(" hint: ")[0] or words
 
 
-def page(lines: Sequence[Mapping[str, Any]], depths: Sequence[Mapping[str, Any]]) -> str:
+def page(lines: Sequence[Mapping[str, Any]]) -> str:
     passing, strangers = [line for line in lines if passes(line)], {*causal_types()} - {*model_types()}
     short = [line for line in passing if line.get("shortened")]
     passing_strangers = [line for line in passing if line["type"] in strangers]
@@ -343,16 +280,15 @@ def page(lines: Sequence[Mapping[str, Any]], depths: Sequence[Mapping[str, Any]]
         ),
         formula="\n".join(_formula_rows(passing)),
         first=_first_row(passing_strangers),
-        depths="\n".join(_depth_rows(depths)),
     )
 
 
 _PAGE = """# Any model on its first day
 
-Written by `python -m benchmarks.any_model --markdown` from `benchmarks/data/any_model.jsonl` and
-`any_model_depths.jsonl`; transformers {transformers}, torch {torch}, on a CPU. Of each type config.json as transformers
-writes its defaults, `plan FOLDER --gpu {gpu} --seq-len {seq_len} --out DIR`, nothing cached; a type passes where plan,
-dry run (none follows torch.compile) and launch files came out.
+Written by `python -m benchmarks.any_model --markdown` from `benchmarks/data/any_model.jsonl`; transformers
+{transformers}, torch {torch}, on a CPU. Of each type config.json as transformers writes its defaults,
+`plan FOLDER --gpu {gpu} --seq-len {seq_len} --out DIR`, nothing cached; a type passes where plan, dry run (none follows
+torch.compile) and launch files came out.
 
 | | types |
 |---|--:|
@@ -390,14 +326,8 @@ Said before the layers of a type without an adapter are read: what `--like` woul
 |--:|--:|--:|--:|---|
 {first}
 
-## A run of few layers, repeated, against one of all layers
-
-Families that no code names, two sequences of 128 tokens, LoRA with and without checkpointing and full fine-tuning;
-allocated and reserved peak. Only families whose layers repeat are counted: of the others every layer is run anyway.
-
-| type | layers run | of | worst error | seconds, few | all |
-|---|--:|--:|--:|--:|--:|
-{depths}
+Of twenty families that no code names a dry run of few layers, repeated, peaks as one of all layers does, to 0.0001 %
+(`git show 1c4d607b:docs/accuracy/any-model.md`).
 """
 
 
@@ -426,36 +356,17 @@ def _first_row(lines: Sequence[Mapping[str, Any]]) -> str:
     return f"| {len(answered)} | {errors} | {len(out)}: {', '.join(out)} |"
 
 
-def _depth_rows(depths: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for line in depths:
-        runs = _repeated(line)
-        if runs:
-            worst = max((error for run in runs for error in run["errors"]), key=abs)
-            seconds = [statistics.median(run["seconds"][place] for run in runs) for place in (0, 1)]
-            few, full = runs[0]["layers"]
-            yield f"| {line['type']} | {few} | {full} | {worst:+.4%} | {seconds[0]:.1f} | {seconds[1]:.1f} |"
-
-
-def _repeated(line: Mapping[str, Any]) -> list[Any]:
-    """The setups of a family whose run of few layers stood for all."""
-    return [setup for setup in line.values() if isinstance(setup, dict) and setup["layers"][0] < setup["layers"][1]]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default="", help="some of them, comma-separated")
     parser.add_argument("--out", type=Path, default=DATA, help="lines of JSON; types that it holds are not run again")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds of one type's plan")
     parser.add_argument("--markdown", action="store_true", help="write the page of what was counted, run nothing")
-    parser.add_argument("--depths", type=int)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    if args.depths:
-        _depths(args.depths, DEPTHS if args.out == DATA else args.out)
-        return
     lines = rows_so_far(args.out)
     if args.markdown:
-        PAGE.write_text(page(lines, rows_of(DEPTHS)))
+        PAGE.write_text(page(lines))
         return
     done = {line["type"] for line in lines}
     types = [name for name in args.types.split(",") if name] or causal_types()

@@ -19,12 +19,7 @@ COMMIT_FILE = ROOT / ".whl" / "commit"
 TOUCHES = ("torch.cuda", "nvml", "amdsmi", "cuda:", '"cuda"')
 ALWAYS = ("probes/gpu/device.py", "probes/gpu/failures.py", "probes/doctor_kernel.py", "probes/gpu/worker.py")
 """Theirs it is too, although they name nothing of it."""
-_LEFT_OUT = (
-    "probes/dryrun/",
-    "probes/phantom/",
-    "benchmarks/contact/played_cuda.py",
-    "benchmarks/contact/recording.py",
-)
+_LEFT_OUT = ("probes/dryrun/", "probes/phantom/")
 """These never see a GPU."""
 
 

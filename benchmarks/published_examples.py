@@ -1,39 +1,33 @@
 """A league that nobody here wrote: the memory that Axolotl and ms-swift print beside their examples.
 
-    python -m benchmarks.published_examples --read CHECKOUT   # a clone of one of the two, read anew
-    python -m benchmarks.published_examples                   # the league, from the formula of today
-    python -m benchmarks.published_examples --dry-run         # the same with `plan check`'s dry run (minutes)
+    python -m benchmarks.published_examples               # the league, from the formula of today
+    python -m benchmarks.published_examples --dry-run     # the same with `plan check`'s dry run (minutes)
 
 A row is one config with its figure: `device_mem_reserved(gib)` of Axolotl's log, as the gpt-oss README says, or
 ms-swift's `memory(GiB)` (`torch.cuda.max_memory_reserved`), rounded by whoever wrote it; "GB" is taken for GiB.
-`--read` predicts each config before anything is compared (`first`, never written again). Half of the rows, by the
-checksum of the path (`kept_out`), is never looked at to change a model.
+Read from their checkouts by `git show 1c4d607b:benchmarks/published_examples.py` (`--read`), each config predicted
+before anything was compared (`first`). Half of the rows, by the checksum of the path (`kept_out`), is never looked at
+to change a model.
 
-A file is read as it stood when its figure was written, with that day's transformers. An ms-swift script counts where
+A file was read as it stood when its figure was written, with that day's transformers. An ms-swift script counts where
 its length is known: packed, or the self-introductions of `swift/self-cognition` alone (SHORT tokens).
 """
 
 import argparse
 import json
-import re
 import statistics
-import subprocess
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.shared import DATA, rows_so_far, write_rows
-from finetune_planner.cli.checking import load
-from planner.core.errors import ConfigError, PlannerError
+from benchmarks.shared import DATA, rows_of
 from planner.core.units import GIB
-from planner.frameworks.readers import FileContext, read_text
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
-from planner.models.earlier import built_by_transformers_4, of_transformers_4
+from planner.models.earlier import of_transformers_4
 from planner.models.resolve import resolve_model
 from planner.models.spec import ModelSpec
 from planner.planning.check import left_by_lengths_bytes
@@ -43,130 +37,11 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import request_form, setup_from_request
 from planner.setup.outcome import Band, Prediction
 
-ROWS = DATA / "published_examples.jsonl"
-_FIGURE = r"~?([\d.]+) ?Gi?B"
-_RUN = re.compile(r"axolotl train (examples/\S+\.ya?ml)")
-_AHEAD = re.compile(rf"#.*?(?:(\d+)x\d+ ?GB @ |~){_FIGURE}")
-_LINK = re.compile(r"\]\(\./(\S+\.ya?ml)\)|^\| `(\S+\.ya?ml)`")
-_BEHIND = re.compile(rf"(?:configs? uses? about|This uses about|Single GPU @|Dual GPU @|\|) {_FIGURE}", re.IGNORECASE)
-CARDS = ((23, "rtx-4090"), (46, "rtx-a6000"), (78, "h100-sxm"), (138, "h200"), (float("inf"), "b200"))
-"""The smallest card that holds a figure, where the README says no more than its size."""
-
-
-class Example(NamedTuple):
-    """A config of the checkout, its text, what it is said to take, of how many GPUs each (0: not said), the packages
-    that it is run with, fields of its setup that its data say, and whether those only bound its length."""
-
-    path: str
-    text: str
-    gib: float
-    num_gpus: int
-    versions: dict[str, str]
-    sets: dict[str, int]
-    at_most: bool
-
-
-def examples(checkout: Path) -> Iterator[Example]:
-    yield from scripts(checkout) if (checkout / "examples" / "train").is_dir() else readmes(checkout)
-
-
 REPOSITORIES = ("axolotl-ai-cloud/axolotl", "modelscope/ms-swift")
-_ON_GPUS = re.compile(r"^# *(?:[^0-9#\n]*: *)?(?:(\d+) ?\* ?)?([\d.]+) ?Gi?B(?: ?\* ?(\d+))?", re.MULTILINE)
-_OTHERWISE_RUN = re.compile(r"megatron|ascend|npu|/ray/|multimodal|omni|_vl|/vlm|ocr")
-"""Other hardware and trainers, and what no text model is."""
 SHORT = 256
 SHORT_LENGTHS = f"110:50:40:{SHORT}"
 """Mean, standard deviation, shortest and longest of such samples with their template: said before any was compared. The
 dry run replays an epoch of them on fixed segments, where different lengths leave more cached than the longest takes."""
-RELEASES = {
-    "2024-10-24": "4.46", "2024-12-05": "4.47", "2025-01-10": "4.48", "2025-02-17": "4.49", "2025-03-21": "4.50",
-    "2025-04-05": "4.51", "2025-05-20": "4.52", "2025-06-26": "4.53", "2025-07-25": "4.54", "2025-08-05": "4.55",
-    "2025-08-29": "4.56", "2025-10-03": "4.57",
-}  # fmt: skip
-"""Day -> the transformers of that day (PyPI)."""
-
-
-def scripts(checkout: Path) -> Iterator[Example]:
-    """ms-swift's shell scripts of supervised training whose first comments say what they take. A card's whole 80 GiB
-    says which card."""
-    for script in sorted(checkout.glob("examples/**/*.sh")):
-        path, now = str(script.relative_to(checkout)), script.read_text(encoding="utf-8")
-        match = _ON_GPUS.search(now)
-        if _OTHERWISE_RUN.search(path) or match is None or float(match[2]) == 80 or "\nswift sft" not in now:
-            continue
-        day, commit = _git(checkout, "log", "--format=%as %h", f"-S{match[0]}", "--", path).split()[-2:]
-        text = _of_commit(checkout, commit, path)
-        of_day = [version for since, version in RELEASES.items() if since <= day]
-        data = re.findall(r"[\w-]+/[\w-]+(?:#\d+)?", text.partition("--dataset")[2].partition("--")[0])
-        short = all("self-cognition" in dataset for dataset in data)
-        yield Example(
-            path,
-            text,
-            float(match[2]),
-            int(match[1] or match[3] or 1),
-            {"transformers": of_day[-1]} if day < "2026" else {},
-            {"seq_len_tokens": SHORT} if short else {},
-            not short and "--packing true" not in text,
-        )
-
-
-def _git(checkout: Path, *words: str) -> str:
-    return subprocess.run(("git", "-C", str(checkout), *words), capture_output=True, text=True, check=True).stdout
-
-
-def readmes(checkout: Path) -> Iterator[Example]:
-    """Axolotl's configs with a figure: in a comment before their command or behind it, in a sentence after it, in a
-    table, or under a link. Each as it stood when its figure was written, with that day's pins."""
-    for readme in sorted(checkout.glob("examples/**/README.md")):
-        ahead: tuple[re.Match[str], float, int] | None = None
-        before: list[str] = []
-        text = readme.read_text(encoding="utf-8")
-        installs = {name: "0" for name in ("flash-linear-attention",) if name in text}
-        name = str(readme.relative_to(checkout))
-        for line in map(str.strip, text.splitlines()):
-            command, link = _RUN.search(line), _LINK.search(line)
-            if command:
-                inline = re.search(rf"#.*?{_FIGURE}", line[command.end() :])
-                figure = (inline, float(inline[1]), 0) if inline else ahead
-                before = [] if figure else [*before, command[1]]
-                if figure:
-                    yield _of_day(checkout, name, command[1], *figure, installs)
-                ahead = None
-                continue
-            if link:
-                before = [str((readme.parent / (link[1] or link[2])).relative_to(checkout))]
-            if (match := _BEHIND.search(line)) and before:
-                gpus = 2 if "Dual" in line else int("Single" in line)
-                yield from (_of_day(checkout, name, path, match, float(match[1]), gpus, installs) for path in before)
-                before = []
-            elif ahead is None and (match := _AHEAD.search(line)):
-                ahead = match, float(match[2]), int(match[1] or 0)
-
-
-def _of_day(
-    checkout: Path, readme: str, path: str, match: re.Match[str], gib: float, gpus: int, installs: dict[str, str]
-) -> Example:
-    """A config as it was in the commit that wrote its figure, with what that commit pins."""
-    words = re.search(f"{_FIGURE}$", match[0])  # the last: a card's size stands before it
-    assert words is not None
-    commit = _git(checkout, "log", "--format=%h", f"-S{words[0]}", "--", readme).split()[-1]
-    text = _of_commit(checkout, commit, path)
-    now = (checkout / path).read_text(encoding="utf-8") if (checkout / path).is_file() else ""
-    if not text or (_SHARDED.search(now) and not _SHARDED.search(text)):
-        text = now  # a file of its day that says less of its GPUs than today's
-    pinned = re.findall(r"^(transformers|bitsandbytes)==([\d.]+)", _of_commit(checkout, commit, _PINS), re.MULTILINE)
-    return Example(path, text, gib, gpus, {**dict(pinned), **installs}, {}, False)
-
-
-def _of_commit(checkout: Path, commit: str, path: str) -> str:
-    """A file as a commit has it; "" where it has none."""
-    words = ("git", "-C", str(checkout), "show", f"{commit}:{path}")
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
-
-
-_SHARDED = re.compile(r"^(fsdp_config|fsdp|deepspeed):\s*[^\s#]*$", re.MULTILINE)
-_PINS = "requirements.txt"
-
 
 SAME_SHAPES = {
     "axolotl-ai-co/gpt-oss-120b-dequantized": "openai/gpt-oss-120b",
@@ -251,49 +126,9 @@ def known_as(name: str, folder: Path) -> str:
     return str(place)
 
 
-def card_of(example: Example) -> str:
-    """Key of the card that the figure is held against."""
-    return next(key for most, key in CARDS if example.gib < most)
-
-
 def kept_out(path: str) -> bool:
     """Whether no model is changed for this row."""
     return zlib.crc32(path.encode()) % 2 == 1
-
-
-def read(checkout: Path, commit: str, folder: Path) -> list[dict[str, Any]]:
-    """The rows of a checkout, each with its first prediction or why there is none."""
-    from finetune_planner.cli.checking import CheckRequest
-
-    rows = []
-    for published in {example.path: example for example in examples(checkout)}.values():
-        row: dict[str, Any] = {
-            "path": published.path,
-            "source": f"{REPOSITORIES[published.path.endswith('.sh')]}@{commit}:{published.path}",
-            "gib": published.gib,
-            "gpu": card_of(published),
-        }
-        row |= {"at_most": True} if published.at_most else {}
-        try:
-            text = published.text
-            if not published.num_gpus and _SHARDED.search(text):
-                raise ConfigError("sharded, over how many GPUs is not said")
-            gpus = published.num_gpus or 1
-            named = read_text(text, published.path, around=FileContext(num_gpus=gpus)).model_id or ""
-            said = {"versions": published.versions, "sets": published.sets, "model": known_as(named, folder)}
-            request = CheckRequest(num_gpus=gpus, says_gpus=True, **said)
-            place = folder / published.path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text, encoding="utf-8")
-            config, spec, card = load(place, row["gpu"], request)
-            row |= {"model": named, "setup": request_form(config.setup)}
-            row |= {"transformers": published.versions["transformers"]} if built_by_transformers_4(spec) else {}
-            row |= {"approximations": len(config.approximations)} if config.approximations else {}
-            row["first"] = round(predict(spec, card, config.setup).peak_reserved_bytes / GIB / published.gib, 4)
-        except (PlannerError, OSError) as problem:
-            row["refused"] = str(problem)[:160]
-        rows.append(row)
-    return rows
 
 
 def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction, Band]:
@@ -380,27 +215,13 @@ def _whole_loss(row: dict[str, Any], folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--read", type=Path, metavar="CHECKOUT", help="read a checkout anew; first looks stay as they are"
-    )
-    parser.add_argument("--commit", default="", help="of the checkout")
     parser.add_argument("--dry-run", action="store_true", help="by the dry run, where it follows the setup")
     args = parser.parse_args()
-    rows = rows_so_far(ROWS)
+    rows = rows_of(DATA / "published_examples.jsonl")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if args.read:
-            first = {row["path"]: row["first"] for row in rows if "first" in row}
-            read_rows = read(args.read, args.commit, folder)
-            for row in read_rows:
-                row |= {"first": first[row["path"]]} if row["path"] in first and "first" in row else {}
-            repositories = {row["source"].partition("@")[0] for row in read_rows}
-            others = [row for row in rows if row["source"].partition("@")[0] not in repositories]
-            rows = sorted((*others, *read_rows), key=lambda row: str(row["source"]))
-            write_rows(ROWS, rows)
         for repository in REPOSITORIES:
             of_it = [row for row in rows if row["source"].startswith(repository)]
-            league(repository, of_it, folder, dry=args.dry_run)
+            league(repository, of_it, Path(name), dry=args.dry_run)
 
 
 if __name__ == "__main__":

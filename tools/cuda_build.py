@@ -102,7 +102,7 @@ def without_driver() -> Iterator[str]:
     """What happens where there is no GPU, held against what should."""
     import torch
 
-    from benchmarks.contact.readings import TINY
+    from benchmarks.contact.steps import REHEARSED
     from probes.gpu.failures import classify_exception
 
     if torch.cuda.is_available():
@@ -123,7 +123,11 @@ def without_driver() -> Iterator[str]:
     if doctor.returncode != 3 or json.loads(doctor.stdout)["can_probe"]:
         yield f"doctor ended with {doctor.returncode}: {doctor.stderr[-500:]}"
     probe = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(TINY)], capture_output=True, text=True, check=False, env=environment
+        [sys.executable, "-c", PROBE, json.dumps(REHEARSED)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     outcome = next((line for line in probe.stdout.splitlines() if line.startswith("OUTCOME")), probe.stderr[-500:])
     print(f"  a probe of cuda:0: {outcome}")

@@ -1,9 +1,8 @@
 """Fifteen minutes of one lent GPU: `python -m benchmarks.contact.lease OUT [--seconds 520] [--only a,b]`.
 
 In order of worth, each useful alone, written down at once: the prices of single operators, TRL's own trainers by setup
-with one step of each profiled (`steps.CASES`), `plan tune` that ends with its own file's run, then the raw readings of
-driver and allocator. Children import while others measure (`staged`). What comes back: steps.jsonl, prices.jsonl,
-profiles.jsonl.gz, tuned/, readings.jsonl, log.txt, facts.json.
+with one step of each profiled (`steps.CASES`), `plan tune` that ends with its own file's run. Children import while
+others measure (`staged`). What comes back: steps.jsonl, prices.jsonl, profiles.jsonl.gz, tuned/, log.txt, facts.json.
 """
 
 import argparse
@@ -25,9 +24,8 @@ WORK = Path("/tmp/contact-work")
 OFFLINE = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
 }  # fmt: skip
-READINGS = "known,teardown,refusals,sustained,traces"
-AFTER = {"tuned": 130.0, "readings": 110.0}
-"""What follows the steps, and the seconds kept for it: `plan tune` with the run of its own file, the raw readings."""
+TUNED_S = 130.0
+"""Kept for `plan tune` with the run of its own file, which follows the steps."""
 TUNED = ("tune", "Qwen/Qwen3-0.6B", "--seq-len", "2048", "--max-probes", "4", "--budget", "110s", "--confirm-run")
 
 
@@ -61,24 +59,15 @@ def facts(device: str) -> dict[str, object]:
     return machine
 
 
-def _after(name: str, out: Path, device: str, limit_s: float) -> int:
-    """The status of what runs once the steps have ended, 124 at its limit; its answer lies in `out`."""
-    words: tuple[str, ...] = ("-m", "benchmarks.contact.readings", READINGS, device)
-    if name == "tuned":
-        card = ("--gpu", "rtx-4090" if device == "cpu" else "local", "--device", device)
-        words = (
-            "-c",
-            "from finetune_planner import main; main()",
-            *TUNED,
-            *card,
-            "--out",
-            str(out.resolve() / "tuned"),
-        )
-    with open(out / f"{name}.jsonl", "ab") as answers, open(out / "log.txt", "ab") as log:
+def _tune(out: Path, device: str, limit_s: float) -> int:
+    """The status of `plan tune`, 124 at its limit; its answer lies in `out`."""
+    card = ("--gpu", "rtx-4090" if device == "cpu" else "local", "--device", device)
+    words = (*TUNED, *card, "--out", str(out.resolve() / "tuned"))
+    with open(out / "log.txt", "ab") as log:
         try:
             return subprocess.run(
-                python_argv(*words), stdout=answers, stderr=log, timeout=limit_s, stdin=subprocess.DEVNULL,
-                env={**child_environment(), **OFFLINE},
+                python_argv("-c", "from finetune_planner import main; main()", *words), stdout=log, stderr=log,
+                timeout=limit_s, stdin=subprocess.DEVNULL, env={**child_environment(), **OFFLINE},
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             return 124
@@ -119,7 +108,7 @@ def main() -> int:
     steps.unlink(missing_ok=True)
     (out / "steps.jsonl").unlink(missing_ok=True)
     steps.symlink_to((out / "steps.jsonl").resolve())
-    names = [name for name in given.only.split(",") if name] or ["prices", *CASES, *AFTER]
+    names = [name for name in given.only.split(",") if name] or ["prices", *CASES, "tuned"]
     children = []
     for name in names:
         if name.startswith("prices"):
@@ -132,14 +121,10 @@ def main() -> int:
                 variables["FLA_PATH"] = given.fla
             words = ("-m", "benchmarks.contact.steps", name, str(WORK), given.device)
             children.append((name, words, variables, float(CASES[name]["limit_s"])))
-    after = [case for case in AFTER if case in names]
-    Stage(out / "log.txt").run(children, deadline - sum(AFTER[case] for case in after) - 6.0)
-    for place, name in enumerate(after):
-        case_deadline = deadline - sum(AFTER[case] for case in after[place + 1 :])
-        if case_deadline - time.monotonic() > 25:
-            print(
-                f"{name}: status {_after(name, out, given.device, case_deadline - time.monotonic() - 8.0)}", flush=True
-            )
+    tunes = "tuned" in names
+    Stage(out / "log.txt").run(children, deadline - TUNED_S * tunes - 6.0)
+    if tunes and deadline - time.monotonic() > 25:
+        print(f"tuned: status {_tune(out, given.device, deadline - time.monotonic() - 8.0)}", flush=True)
     while time.monotonic() < deadline and list(WORK.glob("work-*/trace.json")):
         time.sleep(0.5)
     print(f"{gather(out)} profiles, {time.monotonic() - began:.0f} s", flush=True)

@@ -263,10 +263,24 @@ def watching(profiled: int | None, trace: Path, seen: dict[str, Any]) -> Any:
     return Watching()
 
 
+def driver_view() -> dict[str, Any]:
+    """What the driver counts in use, and the processes that it lists."""
+    from planner.hardware.driver import device_handle, nvml
+
+    with nvml() as module:
+        if module is None:
+            return {}
+        handle = device_handle(module, "cuda:0")
+        listed = module.nvmlDeviceGetComputeRunningProcesses(handle)
+        return {
+            "used_bytes": int(module.nvmlDeviceGetMemoryInfo(handle).used),
+            "processes": [[int(process.pid), int(process.usedGpuMemory or 0)] for process in listed],
+        }
+
+
 def run_case(name: str, out: Path, device: str) -> dict[str, Any]:
     import torch
 
-    from benchmarks.contact.readings import driver_view
     from planner.models.resolve import resolve_model
     from planner.setup import TrainSetup
 

@@ -1,15 +1,12 @@
 """The recorded measurements: every row is complete, sourced, and its setup one that can exist."""
 
 import json
-import subprocess
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from benchmarks import gathered, own_runs
 from benchmarks.measured import MeasuredRow, load_rows, newest_versions, own_rows, version_noise
-from benchmarks.published_examples import examples
 from planner.core.units import GIB
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.models import catalogue
@@ -156,47 +153,3 @@ def test_the_formula_keeps_its_aims_on_the_h200() -> None:
             assert predicted == pytest.approx(row.measured(what), rel=tolerance), (row.id, what)
         speed = pytest.approx(row.tokens_per_s, rel=own_runs.AIMS["formula", "speed"])
         assert prediction.tokens_per_s == speed, row.id
-
-
-def test_figures_of_others_readmes_are_read_where_they_stand(tmp_path: Path) -> None:
-    text = """
-    # LoRA (2x48GB @ ~29GiB/GPU)
-    axolotl train examples/a/fsdp.yaml
-    axolotl train examples/a/one.yaml  # no experts ~69 GiB, experts ~93 GiB
-    axolotl train examples/a/two.yml
-    This config uses about 8.7 GiB VRAM, with flash-linear-attention.
-    | `27b.yaml` | Dense | ~47 GiB |
-    - [LoRA](./lora.yml)
-      - Dual GPU @ 11GB VRAM
-    """
-    folder = tmp_path / "examples" / "a"
-    folder.mkdir(parents=True)
-    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
-
-    def commit() -> None:
-        subprocess.run((*git, "add", "."), check=True)
-        subprocess.run((*git, "commit", "-qm", "x"), check=True)
-
-    subprocess.run((*git, "init", "-q"), check=True)
-    (folder / "README.md").write_text(text)
-    (folder / "two.yml").write_text("of the figure's day")
-    (tmp_path / "requirements.txt").write_text("bitsandbytes==0.43.0\ntransformers==4.53.1\n")
-    commit()
-    (folder / "README.md").write_text(text + "moved\n")
-    (folder / "two.yml").write_text("of today")
-    (folder / "one.yaml").write_text("of today")
-    commit()
-    read = list(examples(tmp_path))
-    assert {example.path.rpartition("/")[2]: example.text for example in read if example.text} == {
-        "one.yaml": "of today", "two.yml": "of the figure's day"
-    }  # fmt: skip
-    assert read[0].versions["transformers"] == "4.53.1"
-    figures = [(example.path.removeprefix("examples/a/"), example.gib, example.num_gpus) for example in read]
-    expected = [
-        ("fsdp.yaml", 29.0, 2),
-        ("one.yaml", 69.0, 0),
-        ("two.yml", 8.7, 0),
-        ("27b.yaml", 47.0, 0),
-        ("lora.yml", 11.0, 2),
-    ]
-    assert figures == expected

@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 
 import torch
 
-from benchmarks.any_model import DATA, DEPTHS, PAGE, causal_types, page, passes, planned, written
+from benchmarks.any_model import DATA, PAGE, causal_types, page, passes, planned, written
 from planner.models.config_file import CONFIG_NAME, read_config
 from planner.models.families import has_family, spec_from_config
 from probes.stack.build import bare_model
@@ -56,9 +56,9 @@ def test_a_type_is_counted_to_the_parameter(model_type: str, tmp_path: Path) -> 
 
 def test_the_page_says_what_was_counted() -> None:
     """Every type of the installed transformers, once; page and changelog claim what the lines count."""
-    lines, depths = ([json.loads(line) for line in file.read_text().splitlines()] for file in (DATA, DEPTHS))
+    lines = [json.loads(line) for line in DATA.read_text().splitlines()]
     assert sorted(line["type"] for line in lines) == causal_types()
-    assert PAGE.read_text() == page(lines, depths)
+    assert PAGE.read_text() == page(lines)
     passing = sum(map(passes, lines))
     assert f"{passing} of the {len(lines)} causal types" in (PAGE.parents[2] / "CHANGELOG.md").read_text()
 
