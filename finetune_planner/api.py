@@ -169,11 +169,18 @@ def estimate(
 
 
 def check(
-    file: str | Path, gpu: str, *, model: str | None = None, dry_run: bool = True, settings: Sequence[str] = ()
+    file: str | Path,
+    gpu: str,
+    *,
+    model: str | None = None,
+    dataset: str | Path | None = None,
+    dry_run: bool = True,
+    settings: Sequence[str] = (),
 ) -> Checked:
     """Does an existing training config, script or notebook fit: `plan check`. The file is read, never executed.
 
     Args:
+        dataset: what it trains on: memory and speed are those of its samples.
         settings: "name=value" for what the file leaves open, as `--set`.
 
     Raises:
@@ -181,7 +188,8 @@ def check(
     """
     from finetune_planner.cli.checking import CheckRequest, checked
 
-    return Checked(checked(Path(file), gpu, CheckRequest.of(sets=settings, model=model), dry_run=dry_run)[0])
+    request = CheckRequest.of(sets=settings, model=model)
+    return Checked(checked(Path(file), gpu, request, data=_data(dataset), dry_run=dry_run)[0])
 
 
 def trace(

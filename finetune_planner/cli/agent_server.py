@@ -261,11 +261,13 @@ class Tools:
             str, Field(description="of the text: its ending decides", pattern=r"^[\w.-]+$")
         ] = "a.yaml",
         model: Annotated[str | None, Field(description="where the file does not name it")] = None,
+        dataset: Annotated[str | None, Field(description="file of the samples that it trains on")] = None,
     ) -> dict[str, Any]:
         """Whether an existing config fits, and which single changes would make it fit or faster. Executes nothing."""
         if (path is None) == (text is None):
             raise refusal("either path or text")
-        more = words_of(gpu=gpu, model=None if model is None else self._desk.name(model))
+        data = None if dataset is None else self._desk.name(dataset)
+        more = words_of(gpu=gpu, model=None if model is None else self._desk.name(model), dataset=data)
         if path is not None:
             return self._desk.ask("check", self._desk.path(path), *more)
         return self._desk.ask("check", f"./{file_name}", *more, files={file_name: text or ""})

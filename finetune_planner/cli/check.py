@@ -12,9 +12,11 @@ from urllib.parse import quote
 import typer
 
 from finetune_planner.cli import options
+from finetune_planner.cli.check_data import as_long
 from finetune_planner.cli.checking import CheckRequest, as_document, checked, command_of, dry_run_of
 from finetune_planner.cli.options import Memory
 from finetune_planner.cli.output import console, print_json, print_lines, write_text
+from finetune_planner.cli.request_options import DataOptions
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.improvement import Improved, Verify, improve
 from planner.core.errors import (
@@ -126,6 +128,7 @@ def check(
     *,
     cluster: options.JobGpus,
     check_options: CheckOptions,
+    data: DataOptions,
     fix: FixOptions,
     limits: options.Memory,
     answer: AnswerOptions,
@@ -140,8 +143,9 @@ def check(
     if target is not None and target.resolve() == file.resolve():
         raise UsageError(f"--out names {file} itself", hint="give another name")
     if file.is_dir() or answer.annotations is not None:
-        if fix.fix:
-            raise UsageError("--fix changes one file at a time", hint="give the file")
+        if fix.fix or data.words:
+            what = "--fix changes" if fix.fix else f"{data.words[0]} is of"
+            raise UsageError(f"{what} one file at a time", hint="give the file")
         # A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code.
         find_gpu(gpu)  # an unknown card is said once
         file_findings = findings(file, gpu, request, limits)
@@ -165,13 +169,15 @@ def check(
         request,
         **vars(limits),
         cluster=lambda card, num_gpus: replace(cluster, gpus=num_gpus).of(card),
+        data=data.checked(),
         dry_run=not answer.no_dry_run,
     )
 
     def verify(setup: TrainSetup) -> Prediction | None:
         """A setup's memory by its own dry run, with its speed as changed setups are compared by."""
         memory_bytes, planned = limits.of(result.gpu)[0], result.config.planned
-        plain, dry = predict(setup), dry_run_of(setup, predict, spec, result.gpu, memory_bytes, planned=planned)
+        plain, setup = predict(setup), as_long(setup, result.longest_tokens)
+        dry = dry_run_of(setup, predict, spec, result.gpu, memory_bytes, planned=planned)
         return dry and replace(dry, step_time_s=plain.step_time_s, tokens_per_s=plain.tokens_per_s)
 
     by = None if answer.no_dry_run else verify

@@ -10,7 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from finetune_planner.cli.check_data import OfSamples, as_long, data_beside, read_samples
+from finetune_planner.cli.request_options import NO_DATA_OPTIONS, DataOptions
 from planner.core.errors import ConfigError, PlannerError, UnknownModelError, UsageError
+from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.frameworks.exporters.install import BRINGS
 from planner.frameworks.readers import ReadConfig, read_config
@@ -89,12 +92,14 @@ def checked(
     memory_gib: float | None = None,
     headroom: float | None = None,
     cluster: Callable[[GpuSpec, int], Cluster | None] = lambda card, num_gpus: None,
+    data: DataOptions = NO_DATA_OPTIONS,
     dry_run: bool = False,
 ) -> tuple[CheckResult, ModelSpec, Predict]:
     """The answer for one config, with its model and the prediction that it stands on.
 
     Args:
         cluster: so many GPUs of a kind with their links.
+        data: the samples that it trains on, where they are known.
         dry_run: whether a dry run of the config corrects the formula.
 
     Raises:
@@ -102,10 +107,20 @@ def checked(
     """
     config, spec, card = load(file, gpu, request)
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-    predicted = predictor(spec, card, cluster(card, config.setup.num_gpus), planned=config.planned)
+    links, setup = cluster(card, config.setup.num_gpus), config.setup
+    stats = read_samples(data, spec, setup) if data.dataset is not None else None
+    predicted = predictor(spec, card, links, planned=config.planned)
     if dry_run:
-        predicted = corrected(predicted, config.setup, spec, card, memory, planned=config.planned)
-    return check(config, spec, card, memory - reserve, predicted), spec, predicted
+        longest = setup if stats is None else as_long(setup, stats.longest_tokens)
+        predicted = corrected(predicted, longest, spec, card, memory, planned=config.planned)
+    if stats is None:
+        result, own_data = check(config, spec, card, memory - reserve, predicted), data_beside(file, config)
+        return replace(result, notes=(*result.notes, own_data)) if own_data else result, spec, predicted
+    of_samples = OfSamples(predicted, stats, spec, card, links)
+    of_rows = {"samples_per_row": of_samples.per_row(setup), "less_fraction": of_samples.less_fraction(setup)}
+    result = check(config, spec, card, memory - reserve, of_samples, **of_rows)
+    notes = (measured(of_samples.note(setup, str(data.dataset))), *result.notes)
+    return replace(result, notes=notes, longest_tokens=stats.longest_tokens), spec, of_samples
 
 
 def load(file: Path, gpu: str, request: CheckRequest | None = None) -> tuple[ReadConfig, ModelSpec, GpuSpec]:

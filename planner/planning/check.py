@@ -76,7 +76,8 @@ class Change:
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
     """The answer for one config on one GPU; `evaluation_bytes`: at most the device peak of its evaluation, where
-    that is above the step's; `notes`: what a person should know of it."""
+    that is above the step's; `notes`: what a person should know of it; `longest_tokens`: of its samples, None where it
+    is not known."""
 
     config: ReadConfig
     gpu: GpuSpec
@@ -87,6 +88,7 @@ class CheckResult:
     changes: tuple[Change, ...]
     evaluation_bytes: int = 0
     notes: tuple[str, ...] = ()
+    longest_tokens: int | None = None
 
     @property
     def band_fraction(self) -> float:
@@ -255,8 +257,22 @@ def _loading_notes(
     return tuple(notes)
 
 
-def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int, predict: Predict) -> CheckResult:
-    """Whether a config fits, and the single changes worth making, best first."""
+def check(
+    config: ReadConfig,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    budget_bytes: int,
+    predict: Predict,
+    *,
+    samples_per_row: float = 0.0,
+    less_fraction: float = 0.0,
+) -> CheckResult:
+    """Whether a config fits, and the single changes worth making, best first.
+
+    Args:
+        samples_per_row: that a packed row holds, 0 where that is not known.
+        less_fraction: of the peak, by which it is lower where samples are as short as they seem.
+    """
     if reason := halves_refusal(model, config.setup):
         raise NotPlanned(f"{config.path}: {reason}")
     of_step = with_extras(predict, replace(config, eval_seqs=0), model, gpu)(config.setup)
@@ -265,6 +281,7 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
     prediction = replace(of_step, peak_device_bytes=evaluation) if decides else of_step
     predict = cache(with_extras(predict, config, model, gpu))
     step_band = band_of(of_step, config)
+    step_band = Band(1 - (1 - step_band.below) * (1 - less_fraction), step_band.above)
     band = Band(max(step_band.below, EVALUATION_BAND_FRACTION), 0.0) if decides else step_band
 
     changes: list[Change] = []
@@ -289,7 +306,8 @@ def check(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, budget_bytes: int,
         least = evaluating_bytes(at_micro, model, gpu, config.setup)
         fewer = replace(of_step, peak_device_bytes=max(of_step.peak_device_bytes, least))
         add(evaluation_label(config.setup), config.setup, fewer, step_band)
-    for label, setup, changes_training in single_changes(config.setup, gpu, model, reentrant=config.reentrant):
+    tried = single_changes(config.setup, gpu, model, reentrant=config.reentrant, samples_per_row=samples_per_row)
+    for label, setup, changes_training in tried:
         if config.allows(setup):
             after = predict(setup)
             # a changed setup stands on the formula: its band, where that is wider

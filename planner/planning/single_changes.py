@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from planner.core.errors import SetupError
 from planner.hardware.gpu import GpuSpec
-from planner.memory.attention_kernels import missing_kernels, padded
+from planner.memory.attention_kernels import missing_kernels, packs_apart, padded
 from planner.memory.engines import why_not
 from planner.models.spec import ModelSpec
 from planner.options.kernels import LIGER_PARTS
@@ -25,12 +25,13 @@ Tried = tuple[str, Mapping[str, object], bool]
 
 
 def single_changes(
-    setup: TrainSetup, gpu: GpuSpec, model: ModelSpec, *, reentrant: bool = False
+    setup: TrainSetup, gpu: GpuSpec, model: ModelSpec, *, reentrant: bool = False, samples_per_row: float = 0.0
 ) -> list[tuple[str, TrainSetup, bool]]:
     """(label, setup, whether training changes) of every change to one decision; the effective batch never changes.
 
     Args:
         reentrant: whether the versions that run it checkpoint in the older form unless they are told.
+        samples_per_row: that a packed row holds, 0 where that is not known.
     """
     tried: list[Tried] = [
         *_checkpointings(setup, reentrant=reentrant or STACKS[setup.stack].reentrant_checkpointing),
@@ -42,6 +43,7 @@ def single_changes(
             (setup.attention == "eager", ("SDPA attention", {"attention": "sdpa"}, False)),
         ),
         *_losses_and_kernels(setup, model),
+        *(_packed(setup, samples_per_row) if packs_apart(model, setup.attention) else ()),
         *(
             (f"{name} optimizer", {"optimizer": name}, False)
             for name in PLANNED_OPTIMIZERS
@@ -155,6 +157,15 @@ def _layouts(setup: TrainSetup) -> list[Tried]:
         (offloads, ("nothing in the host's memory", {"offload": "none"}, False)),
         (not offloads and can, ("weights and optimizer in the host's memory", {"offload": "parameters"}, False)),
     )
+
+
+def _packed(setup: TrainSetup, samples_per_row: float) -> list[Tried]:
+    """Rows of packed samples, one at once, of which a step learns from about as many."""
+    if not samples_per_row or setup.packing or not setup.objective_spec.packs:
+        return []
+    rows = max(1, round(setup.micro_batch_seqs * setup.accumulation_steps / samples_per_row))
+    label = f"packing: rows of some {samples_per_row:.0f} samples, {rows} a step"
+    return [(label, {"packing": True, "micro_batch_seqs": 1, "accumulation_steps": rows}, True)]
 
 
 def _batches(setup: TrainSetup) -> list[Tried]:

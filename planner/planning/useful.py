@@ -36,12 +36,16 @@ def useful_speeds(workload: Workload, setup: TrainSetup) -> Speeds:
     return family_speeds(workload.model, workload.gpu, setup, workload.cluster)
 
 
-def useful_tokens_per_s(workload: Workload, candidate: Candidate) -> float:
-    """Tokens/s of the samples' own: its level's speed by what the formula says of padding and of shorter rows."""
-    setup = candidate.setup
+def useful_fraction(workload: Workload, setup: TrainSetup) -> float:
+    """Tokens/s of the samples' own over those of full rows, by what the formula says of padding and of shorter rows."""
     pair = [(setup.micro_batch_seqs, setup.accumulation_steps)]
     whole = family_speeds(workload.model, workload.gpu, setup, workload.cluster).tokens_per_s(setup.optimizer, pair)[0]
-    return candidate.tokens_per_s * useful_speeds(workload, setup).tokens_per_s(setup.optimizer, pair)[0] / whole
+    return useful_speeds(workload, setup).tokens_per_s(setup.optimizer, pair)[0] / whole
+
+
+def useful_tokens_per_s(workload: Workload, candidate: Candidate) -> float:
+    """Tokens/s of the samples' own, of a level's speed."""
+    return candidate.tokens_per_s * useful_fraction(workload, candidate.setup)
 
 
 def epoch_s(workload: Workload, candidate: Candidate) -> float:

@@ -47,6 +47,7 @@ TOKENS_BEFORE_CHAT = 24
 """What it may say before a chat without a system's turn, where nobody sees it: Qwen 2.5's begins with 86 bytes and four
 tokens, Llama 3.1's with 60 bytes and nine (trl 1.16 chat_templates/)."""
 
+COUNTED = "counted by the tokenizer"
 MAX_SAMPLES = 20_000
 """Rows that are tokenized; of a larger file a fixed random choice of samples."""
 SUPERVISED = ("messages", "prompt-completion", "text")
@@ -94,6 +95,12 @@ class DatasetStats:
     def scale(self) -> float:
         """Rows of the file per measured row."""
         return self.num_rows / len(self.lengths_tokens)
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """Of all rows, None where some were not measured, or none was counted by the model's tokenizer."""
+        whole = self.counted_with == COUNTED and len(self.lengths_tokens) == self.num_rows
+        return self.lengths_tokens[-1] if whole else None
 
     def percentile(self, fraction: float) -> int:
         """The length that `fraction` of the rows do not exceed."""
@@ -340,7 +347,7 @@ def token_counter(tokenizer: Path | None) -> tuple[CountTokens, str]:
         except ValueError:  # no module at all, but something of that name
             spec = None
         if spec is not None:
-            return TokenizerChild(file), "counted by the tokenizer"
+            return TokenizerChild(file), COUNTED
     return lambda text: round(len(text.encode()) / BYTES_PER_TOKEN), f"estimated at {BYTES_PER_TOKEN:g} bytes a token"
 
 
