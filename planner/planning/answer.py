@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice, product
 from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from planner.core.errors import SetupError, UsageError
@@ -195,6 +196,18 @@ def _nothing_fits(
     refused = refusal(workload, results, tree, space, notes, helped=helped, other_forms=other_forms)
     if not helped:
         return refused
+    forms = [(candidate(*form).formula.peak_device_bytes, form[0]) for form in other_forms]
+    beyond = [form for form in forms if workload.budget_bytes < form[0] < refused.nearest.formula.peak_device_bytes]
+    if beyond:
+        form = min(beyond, key=itemgetter(0))[1]
+        nearer = _nothing_fits(_walk(form, None, WalkCache(), explained), None, num_ranked, helped, explained)
+        if form.model is not workload.model:
+            nearer = replace(nearer, notes=(_copied(workload.model, form.model, "is nearest unpacked"), *nearer.notes))
+        actions = {remedy.action for remedy in refused.remedies}
+        if isinstance(nearer, NoPlan):
+            more = (remedy for remedy in nearer.remedies if remedy.action not in actions)
+            nearer = replace(nearer, remedies=(*refused.remedies, *more))
+        return nearer
     return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
 
 
@@ -471,9 +484,12 @@ def _of_unpacked(
         )
     except UsageError:
         return None
-    published = f"{workload.model.model_id} is published in {stored_method(workload.model)}"
-    note = f"{published}, which {why}: planned for its 16-bit copy {copy.model_id}"
-    return replace(plan, notes=(measured(note), *plan.notes))
+    return replace(plan, notes=(_copied(workload.model, copy, why), *plan.notes))
+
+
+def _copied(model: ModelSpec, copy: ModelSpec, why: str) -> str:
+    published = f"{model.model_id} is published in {stored_method(model)}"
+    return measured(f"{published}, which {why}: planned for its 16-bit copy {copy.model_id}")
 
 
 def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.core.errors import SetupError
+from planner.core.units import GIB
 from planner.frameworks.exporters import EXPORTERS
 from planner.frameworks.readers import read_text
 from planner.hardware.cluster import make_cluster
@@ -192,3 +193,21 @@ def test_axolotl_holds_stacks_in_fp32_beside_a_quantized_base_and_is_planned_wit
     assert ("experts in nf4 too", PACKED.replace(stack="axolotl"), True) in single_changes(wide, GPU, model)
     plan = plan_workload(plan_request(QWEN, "h200", targets=("axolotl",), fixed={"method": ("qlora",)}))
     assert plan.chosen.setup.quantize_experts
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "model", "most_gib"),
+    [
+        ("openai/gpt-oss-20b", "rtx-3060", "unsloth/gpt-oss-20b-BF16", 5),  # 31 as published, or with 16-bit experts
+        ("mistralai/Mixtral-8x22B-v0.1", "rtx-4090", "mistralai/Mixtral-8x22B-v0.1", 55),
+    ],
+)
+def test_what_is_missing_is_missing_of_the_nearest_form_of_the_weights(
+    name: str, gpu: str, model: str, most_gib: float
+) -> None:
+    refused = plan_workload(plan_request(name, gpu))
+    assert isinstance(refused, NoPlan)
+    assert refused.workload.model.model_id == model
+    assert refused.nearest.setup.quantize_experts
+    assert 0 < refused.missing_bytes < most_gib * GIB
+    assert any("host-memory" in remedy.action for remedy in refused.remedies)  # what helps of the published form too

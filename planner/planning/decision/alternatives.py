@@ -264,8 +264,8 @@ def _remedies(
         yield from _relaxed_and_shorter(workload, nearest, cache)
     yield from _opt_in(workload, nearest, cache)
     yield from in_backward(workload, nearest.formula.peak_device_bytes, cache)
-    yield from _offloaded(workload, nearest, cache)
     yield from _streamed(workload, nearest, cache)
+    yield from _offloaded(workload, nearest, cache)
     # The largest batch that fits, of an objective whose micro-batch is the whole batch.
     if nearest.setup.objective_spec.whole_batch or nearest.setup.trainer.steps_in_backward:
         most = workload.global_batch_seqs
