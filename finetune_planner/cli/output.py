@@ -38,11 +38,17 @@ def fail(error: Exception) -> int:
     message = getattr(error, "format_message", lambda: str(error))()
     print(f"error: {printable(message)}", file=sys.stderr)
     missing = getattr(error, "param", None) if type(error).__name__ == "MissingParameter" else None
-    hint = MISSING.get(
-        getattr(missing, "name", ""), "plan --help lists the commands, plan COMMAND --help their options"
-    )
-    print(f"hint: {hint}", file=sys.stderr)
+    hint = MISSING.get(getattr(missing, "name", ""), _option_of(getattr(error, "option_name", "")))
+    print(f"hint: {hint or 'plan --help lists the commands, plan COMMAND --help their options'}", file=sys.stderr)
     return EXIT_BAD_INPUT
+
+
+def _option_of(word: str) -> str:
+    """The option that has an unknown one's name as a value (--qlora: --method qlora), "" where none has."""
+    from finetune_planner.cli.setup_flags import AIM, LAYOUT, SPACE  # late: seldom needed
+
+    value = word.lstrip("-")
+    return next((f"--{row.word} {value}" for row in (*SPACE, *LAYOUT, *AIM) if value in row.values), "")
 
 
 def fail_environment(error: OSError) -> int:

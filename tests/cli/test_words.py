@@ -108,3 +108,19 @@ def test_no_answer_ends_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     answer(monkeypatch)
     assert run(["init"]) == 2
     assert "it needs a terminal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("--qlora", "--method qlora"),
+        ("--zero3", "--parallel zero3"),
+        ("--nf4", "--quantization nf4"),
+        ("--wurst", "plan --help"),
+    ],
+)
+def test_an_option_that_is_a_value_of_another_is_answered_with_that(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", word]) == 2
+    assert f"hint: {hint}" in capsys.readouterr().err
