@@ -13,9 +13,6 @@ mechanisms that the prior lacks. It is no draw from the sampler's own model (no 
     wave quantization   a ripple of up to 3 % over the micro-batch
     broken software     with probability 0.1 flash-attention-2 is not installed, with 0.1 torch.compile crashes on
                         quantized bases
-    several GPUs        link rate, how well each strategy uses it and hides it behind compute, latency, what each keeps
-                        in buffers (log-normal, 15 to 50 %), a slowest GPU (up to 4 % per doubling, the prior has none),
-                        with probability 0.1 no DeepSpeed, with 0.1 FSDP2 crashes on quantized bases
     jitter              0.5 % from setup to setup, fixed by the setup; 0.3 % from run to run
 
 Sizes of the deviations: judged by the repeats and reports in the project's data (tokens/s of one configuration between
@@ -26,7 +23,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import exp, log2, pi, sin
+from math import exp, pi, sin
 from typing import Any
 
 import numpy as np
@@ -47,9 +44,6 @@ from planner.setup.outcome import (
 )
 from search.dimensions import key_of
 
-LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-LAYOUT_CHOICES = (*((name, True) for name in LAYOUTS), ("fsdp2", False))
-"""(strategy, whether FSDP2 frees gathered weights after the forward)."""
 BYTES = {"none": 2.0, "int8": 1.06, "nf4": 0.563, "nf4-double": 0.516}
 
 
@@ -99,18 +93,6 @@ class Machine:
     no_flash: bool = False
     compile_breaks_quantized: bool = False
     seed: int = 0
-    link_bytes_per_s: float = 0.0
-    link_share: dict[str, float] = field(
-        default_factory=lambda: {"ddp": 0.75, "zero1": 0.7, "zero2": 0.65, "zero3": 0.6, "fsdp2": 0.7}
-    )
-    hidden: dict[str, float] = field(
-        default_factory=lambda: {"ddp": 0.6, "zero1": 0.3, "zero2": 0.4, "zero3": 0.5, "fsdp2": 0.7}
-    )
-    collective_s: float = 20e-6
-    transit_factor: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LAYOUTS, 1.0))
-    straggling: float = 0.0
-    no_deepspeed: bool = False
-    fsdp2_breaks_quantized: bool = False
 
 
 _MOVED = {
@@ -119,9 +101,8 @@ _MOVED = {
     "compile_gain": 0.20, "lora_pointwise": 0.5,
 }  # fmt: skip
 _FACTORS = {"activation_factor": 0.06, "logits_factor": 0.10}
-_OF_LAYOUTS = {"link_bytes_per_s": 0.4, "link_share": 0.25, "hidden": 0.35, "collective_s": 0.5, "transit_factor": 0.15}
 """Constant -> standard deviation of its logarithm, in the order of the draws."""
-_MOST = {"matmul_efficiency": 0.95, "compile_gain": 1.1, "link_share": 1.0, "hidden": 0.95}
+_MOST = {"matmul_efficiency": 0.95, "compile_gain": 1.1}
 
 
 def _draw(random: np.random.Generator, nominal: Machine, deviations: Mapping[str, float]) -> dict[str, Any]:
@@ -148,13 +129,6 @@ def perturbed(nominal: Machine, seed: int) -> Machine:
         "no_flash": bool(random.random() < 0.1),
         "compile_breaks_quantized": bool(random.random() < 0.1),
     }
-    if nominal.link_bytes_per_s:
-        random = np.random.default_rng([seed, 11])  # of its own, so that one GPU's machines stay what they are
-        moved |= _draw(random, nominal, _OF_LAYOUTS) | {
-            "straggling": float(random.uniform(0.0, 0.04)),
-            "no_deepspeed": bool(random.random() < 0.1),
-            "fsdp2_breaks_quantized": bool(random.random() < 0.1),
-        }
     return replace(nominal, jitter=0.005, seed=seed, **moved)
 
 
@@ -187,39 +161,13 @@ def time_parts_s(model: SyntheticModel, machine: Machine, setup: TrainSetup) -> 
         "launch": launches * machine.launch_s,
     }
     parts = {name: part_s * setup.accumulation_steps for name, part_s in micro.items()}
-    parts["optimizer"] = machine.optimizer_passes[setup.optimizer] * _trained(model, setup) / setup.shards / bandwidth
-    if setup.num_gpus > 1:
-        parts["communication"] = _communication_s(model, machine, setup, sum(micro.values()))
+    parts["optimizer"] = machine.optimizer_passes[setup.optimizer] * _trained(model, setup) / bandwidth
     return parts
-
-
-def _communication_s(model: SyntheticModel, machine: Machine, setup: TrainSetup, compute_s: float) -> float:
-    """Seconds of a step that sending adds: of every micro-batch's and the last one's, what compute cannot hide, and a
-    tenth of what it hides."""
-    strategy, layers, steps = setup.parallel, model.num_layers, setup.accumulation_steps
-    gradients = (2.0 if setup.method == "full" else 4.0) * _trained(model, setup)
-    updated = 2.0 * _trained(model, setup)
-    weights = BYTES[setup.quantization] * model.num_params
-    gathers = 1.0 if strategy == "fsdp2" and not setup.reshard_after_forward else 2.0
-    each = {"zero2": gradients, "zero3": gathers * weights + gradients, "fsdp2": gathers * weights + gradients}
-    last = {"ddp": 2.0 * gradients, "zero1": 2.0 * gradients + updated, "zero2": updated}
-    calls = {"zero2": layers, "zero3": 4 * layers, "fsdp2": 3 * layers}
-    share = 1.0 - 1.0 / setup.num_gpus
-    rate = machine.link_bytes_per_s * machine.link_share[strategy]
-
-    def added_s(num_bytes: float, num_calls: float) -> float:
-        needed = num_bytes * share / rate + num_calls * machine.collective_s
-        hidden_s = min(needed, machine.hidden[strategy] * compute_s)
-        return needed - 0.9 * hidden_s
-
-    in_each = added_s(each.get(strategy, 0.0), calls.get(strategy, 0.0))
-    return steps * in_each + added_s(last.get(strategy, 0.0), layers)
 
 
 def step_time_s(model: SyntheticModel, machine: Machine, setup: TrainSetup) -> float:
     ripple = 1.0 + machine.ripple * sin(2.0 * pi * setup.micro_batch_seqs / 7.0 + machine.seed)
     jitter = exp(machine.jitter * _noise(machine, setup)) if machine.jitter else 1.0
-    jitter *= 1.0 + machine.straggling * log2(setup.num_gpus)
     return sum(time_parts_s(model, machine, setup).values()) * ripple * jitter
 
 
@@ -240,37 +188,20 @@ def memory_parts_bytes(model: SyntheticModel, machine: Machine, setup: TrainSetu
     activations = saved_bytes[setup.checkpointing] * machine.activation_factor[setup.checkpointing]
     share = {"full": 12.0, "chunked": 1.5, "liger": 0.8}[setup.loss]
     logits = share * model.vocab * tokens * machine.logits_factor[setup.loss]
-    weights_cut = setup.shards if setup.parallel in ("zero3", "fsdp2") else 1
-    gradients_cut = setup.shards if setup.parallel in ("zero2", "zero3", "fsdp2") else 1
     parts: dict[Category, float] = {
-        "weights": weights / weights_cut,
-        "adapters" if setup.method != "full" else "other": 2.0 * trained / weights_cut,
-        "gradients": 4.0 * trained / gradients_cut,
-        "optimizer": state_bytes * trained / setup.shards,
+        "weights": weights,
+        "adapters" if setup.method != "full" else "other": 2.0 * trained,
+        "gradients": 4.0 * trained,
+        "optimizer": state_bytes * trained,
     }
     if temporary > activations + logits:
         return {**parts, "workspace": temporary}
     return {**parts, "activations": activations, "loss": logits}
 
 
-def transit_bytes(model: SyntheticModel, machine: Machine, setup: TrainSetup) -> float:
-    """What a layout keeps for gathering and sending: whole layers of weights, or gradients in buckets."""
-    if setup.num_gpus == 1:
-        return 0.0
-    weights, trained = BYTES[setup.quantization] * model.num_params, _trained(model, setup)
-    buffer_bytes = {
-        "ddp": 4.0 * trained,
-        "zero1": min(2e9, 4.0 * trained),
-        "zero2": min(2e9, 4.0 * trained),
-        "zero3": 3.0 * weights / model.num_layers + min(1e9, 2.0 * trained),
-        "fsdp2": weights if not setup.reshard_after_forward else 3.0 * weights / model.num_layers,
-    }
-    return buffer_bytes[setup.parallel] * machine.transit_factor[setup.parallel]
-
-
 def peak_bytes(model: SyntheticModel, machine: Machine, setup: TrainSetup) -> tuple[float, float]:
     """(allocated, device) peak."""
-    peak = sum(memory_parts_bytes(model, machine, setup).values()) + transit_bytes(model, machine, setup)
+    peak = sum(memory_parts_bytes(model, machine, setup).values())
     return peak, peak * (1.0 + machine.fragmentation) + machine.context_bytes
 
 
@@ -300,9 +231,6 @@ class Scenario:
     seq_len_tokens: int
     global_batch_seqs: int
     large: bool = False
-    num_gpus: int = 1
-    full: bool = False
-    """With several GPUs: full fine-tuning alone, else adapters alone, as `plan tune` searches."""
 
     @property
     def budget_bytes(self) -> int:
@@ -318,9 +246,6 @@ class Scenario:
 
     def setups(self) -> Iterator[TrainSetup]:
         """The space: about 2,000 setups, about 20,000 when `large`; about 2,000 on several GPUs."""
-        if self.num_gpus > 1:
-            yield from self._layout_setups()
-            return
         methods = [("full", "none", 0), ("lora", "none", 16), ("qlora", "nf4-double", 16), ("qlora", "nf4", 16)]
         batches = [2**power for power in range(8) if self.global_batch_seqs % 2**power == 0]
         optimizers = ("adamw", "adamw-fused", "adamw-8bit", "paged-adamw-8bit") if self.large else ("adamw-fused",)
@@ -343,23 +268,6 @@ class Scenario:
             except SetupError:
                 continue
 
-    def _layout_setups(self) -> Iterator[TrainSetup]:
-        adapters = (("lora", "none", 16), ("qlora", "nf4-double", 16), ("qlora", "nf4", 16))
-        methods = (("full", "none", 0),) if self.full else adapters
-        own_batch = self.global_batch_seqs // self.num_gpus
-        batches = [2**power for power in range(8) if own_batch % 2**power == 0]
-        precisions, attentions = ("bf16-autocast", "bf16-pure"), ("sdpa", "flash-attention-2")
-        for recipe, precision, attention, every, loss, (parallel, reshard), batch in product(
-            methods, precisions, attentions, (0, 1, 2), ("chunked", "liger"), LAYOUT_CHOICES, batches
-        ):
-            method, quantization, rank = recipe
-            yield TrainSetup(
-                method=method, quantization=quantization, lora_rank=rank, precision=precision, attention=attention,
-                checkpointing=every, loss=loss, micro_batch_seqs=batch, accumulation_steps=own_batch // batch,
-                seq_len_tokens=self.seq_len_tokens, packing=True, num_gpus=self.num_gpus, parallel=parallel,
-                reshard_after_forward=reshard,
-            )  # fmt: skip
-
     def predict(self, setup: TrainSetup, machine: Machine | None = None) -> Prediction:
         """The prior's (or another machine's) figures as a formula prediction."""
         machine = machine or self.nominal
@@ -375,8 +283,7 @@ class Scenario:
             terms=tuple(
                 MemoryTerm(category=category, name=category, size_bytes=int(size))
                 for category, size in memory_parts_bytes(self.model, machine, setup).items()
-            )
-            + _transit_terms(transit_bytes(self.model, machine, setup)),
+            ),
             time_parts_s=time_parts_s(self.model, machine, setup),
             memory_band_fraction=0.10,
             step_time_s=time_s,
@@ -408,10 +315,6 @@ class SyntheticGpu:
             return _failure(FailureKind.UNSUPPORTED, "flash-attention-2 is not installed")
         if machine.compile_breaks_quantized and setup.compile and setup.quantization != "none":
             return _failure(FailureKind.CRASHED, "torch.compile crashed in a quantized matrix multiplication")
-        if machine.no_deepspeed and setup.parallel.startswith("zero"):
-            return _failure(FailureKind.UNSUPPORTED, f"{setup.parallel} needs DeepSpeed, which is not installed")
-        if machine.fsdp2_breaks_quantized and setup.parallel == "fsdp2" and setup.quantization != "none":
-            return _failure(FailureKind.CRASHED, "rank 1 of the job: fsdp2 crashed on a quantized weight")
         allocated, device = peak_bytes(scenario.model, machine, setup)
         if device > machine.memory_bytes:
             return _failure(FailureKind.OUT_OF_MEMORY, "out of memory")
@@ -448,18 +351,11 @@ def _failure(kind: FailureKind, message: str) -> ProbeFailure:
     return ProbeFailure(level=Fidelity.PROBE, kind=kind, message=message)
 
 
-def _transit_terms(size: float) -> tuple[MemoryTerm, ...]:
-    if not size:
-        return ()
-    return (MemoryTerm(category="gradients", name="gathered weights and buckets", size_bytes=int(size)),)
-
-
-def _machine(tflops: float, bandwidth_gb_s: float, memory_gib: float, link_gb_s: float = 0.0) -> Machine:
+def _machine(tflops: float, bandwidth_gb_s: float, memory_gib: float) -> Machine:
     return Machine(
         flops_per_s=tflops * 1e12,
         bandwidth_bytes_per_s=bandwidth_gb_s * 1e9,
         memory_bytes=int(memory_gib * GIB),
-        link_bytes_per_s=link_gb_s * 1e9,
     )
 
 
@@ -468,31 +364,13 @@ M8B = SyntheticModel(num_params=8.03e9, num_layers=32, hidden=4096, num_heads=32
 M32B = SyntheticModel(num_params=32.8e9, num_layers=64, hidden=5120, num_heads=40, vocab=151936)
 
 
-def _scenarios(*rows: tuple[str, SyntheticModel, tuple[float, ...], int, int, int]) -> tuple[Scenario, ...]:
-    """Of names, models, rates, lengths, batches and numbers of GPUs."""
-    scenarios = []
-    for name, model, machine, seq_len, batch, num_gpus in rows:
-        sizes = {"seq_len_tokens": seq_len, "global_batch_seqs": batch, "num_gpus": num_gpus}
-        scenarios.append(Scenario(name=name, model=model, nominal=_machine(*machine), full="full" in name, **sizes))
-    return tuple(scenarios)
-
-
-SCENARIOS = _scenarios(
-    ("1b-24g", M1B, (165.0, 1008.0, 23.5), 2048, 64, 1),
-    ("8b-24g", M8B, (165.0, 1008.0, 23.5), 2048, 64, 1),
-    ("8b-80g", M8B, (312.0, 2039.0, 79.1), 4096, 32, 1),
-    ("32b-80g", M32B, (312.0, 2039.0, 79.1), 2048, 64, 1),
-    ("8b-16g", M8B, (65.0, 320.0, 14.6), 1024, 64, 1),
-    ("32b-140g", M32B, (989.0, 4800.0, 139.8), 4096, 64, 1),
+SCENARIOS = tuple(
+    Scenario(name=name, model=model, nominal=_machine(*machine), seq_len_tokens=tokens, global_batch_seqs=batch)
+    for name, model, machine, tokens, batch in (
+        ("1b-24g", M1B, (165.0, 1008.0, 23.5), 2048, 64),
+        ("8b-24g", M8B, (165.0, 1008.0, 23.5), 2048, 64),
+        ("8b-80g", M8B, (312.0, 2039.0, 79.1), 4096, 32),
+        ("32b-80g", M32B, (312.0, 2039.0, 79.1), 2048, 64),
+    )
 )
-"""Models of 1, 8 and 32 billion parameters on cards of 16 to 140 GiB; rates are datasheet figures."""
-
-LAYOUT_SCENARIOS = _scenarios(
-    ("1b-full-4x24g-pcie", M1B, (165.0, 1008.0, 23.5, 25.0), 2048, 128, 4),
-    ("8b-2x24g-pcie", M8B, (165.0, 1008.0, 23.5, 25.0), 2048, 64, 2),
-    ("8b-full-8x80g-nvlink", M8B, (312.0, 2039.0, 79.1, 300.0), 4096, 256, 8),
-    ("8b-full-8x80g-pcie", M8B, (312.0, 2039.0, 79.1, 25.0), 2048, 256, 8),
-    ("32b-8x80g-nvlink", M32B, (312.0, 2039.0, 79.1, 300.0), 2048, 64, 8),
-    ("32b-4x24g-pcie", M32B, (165.0, 1008.0, 23.5, 25.0), 1024, 32, 4),
-)
-"""Two to eight such cards, over NVLink or PCIe (GB/s each way for one GPU, nominal)."""
+"""Models of 1, 8 and 32 billion parameters on cards of 24 and 80 GiB; rates are datasheet figures."""

@@ -33,10 +33,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+if TYPE_CHECKING:
+    from tests.servers import Postgres
 
 SEED = 22
 NUM_KILLS = 200
@@ -442,66 +444,7 @@ def read_only_home(row: Row, search: Search, calm: Answer) -> None:
         row.fault(code, errors)
 
 
-class Postgres:
-    """A server of its own, stopped and started at will."""
-
-    def __init__(self) -> None:
-        from tests.servers import server_programs
-
-        programs = server_programs()
-        if programs is None:
-            raise FileNotFoundError("no PostgreSQL server here")
-        self.programs = programs
-        self.user = "nobody" if os.geteuid() == 0 else None
-        self.folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
-        if self.user:
-            shutil.chown(self.folder, self.user)
-        owner = self.user or os.environ.get("USER", "me")
-        self.common: dict[str, Any] = {"user": self.user, "cwd": "/"}
-        self.common["env"] = {"PATH": os.environ["PATH"], "LC_ALL": "C", "HOME": str(self.folder)}
-        subprocess.run(
-            [programs / "initdb", "-D", self.folder / "data", "-U", owner, "-A", "trust", "-E", "UTF8", "--no-sync"],
-            check=True, capture_output=True, **self.common,
-        )  # fmt: skip
-        self.owner = owner
-        self.number = 0
-        self.start()
-
-    def start(self) -> None:
-        import psycopg
-
-        options = ["-c", f"unix_socket_directories={self.folder}", "-c", "fsync=off", "-h", ""]
-        self.server = subprocess.Popen(
-            [self.programs / "postgres", "-D", self.folder / "data", *options],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **self.common,
-        )  # fmt: skip
-        while True:
-            with contextlib.suppress(psycopg.OperationalError):
-                psycopg.connect(self.url("postgres")).close()
-                return
-            time.sleep(0.1)
-
-    def stop(self) -> None:
-        self.server.send_signal(signal.SIGQUIT)  # at once: open transactions are lost
-        self.server.wait(PATIENCE_S)
-
-    def url(self, database: str) -> str:
-        return f"postgresql://{self.owner}@/{database}?host={self.folder}"
-
-    def fresh(self) -> str:
-        import psycopg
-
-        self.number += 1
-        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE study{self.number}")
-        return self.url(f"study{self.number}")
-
-    def close(self) -> None:
-        self.stop()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def restarted(row: Row, search: Search, server: Postgres, calm: Answer, dice: random.Random) -> None:
+def restarted(row: Row, search: Search, server: "Postgres", calm: Answer, dice: random.Random) -> None:
     """Two planners on one study; their server is killed in the middle and comes back after three seconds; who ended
     over it is called again."""
     processes = [search.start(), search.start()]
@@ -552,6 +495,8 @@ def rows(options: argparse.Namespace, base: Path) -> Iterator[Row]:
     if "folder" in wanted:
         yield of("folder", kill, lambda row, number: row.kills < each)
     if wanted & {"postgresql", "database restarted"}:
+        from tests.servers import Postgres
+
         with contextlib.closing(Postgres()) as server:
             if "postgresql" in wanted:
                 yield of("postgresql", kill, lambda row, number: row.kills < each, server.fresh)

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from math import exp, log
+from math import log
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.core.errors import ConfigError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.setup.outcome import Measurement
 from search.corrections import (
     MAX_PER_GPU,
     CorrectionStore,
@@ -125,17 +124,6 @@ def test_learned_corrections_save_probes_on_another_model() -> None:
         transfer = as_transfer_observations(observations, "8b")
         with_knowledge += search(problem("8b-24g"), gpu, budget=Budget(max_probes=20), transfer=transfer).num_probes
     assert with_knowledge < without
-
-
-def test_observations_come_from_probes_only() -> None:
-    candidate = small_candidates()[0]
-    assert observations_of([candidate], gpu="g", model="m", formula_version="1") == ()
-    (observation,) = observations_of(
-        [with_evidence(candidate, exact(candidate, speed_error=0.5))], gpu="g", model="m", formula_version="1"
-    )
-    assert isinstance(exact(candidate), Measurement)
-    assert observation.speed_error == pytest.approx(0.5)
-    assert exp(observation.memory_error) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_the_file_holds_plain_facts(tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
 """What fits and what is out before any probe: the budget decides, not the card, and two bands of doubt."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import log
 
 import pytest
 from search_cases import measurement, problem
 
 from planner.setup.outcome import Candidate, Prediction
-from search.problem import Problem, Result, TransferObservation
-from search.stopping import Budget
+from search.problem import Problem
 
 GIB = 1024**3
 
@@ -73,9 +72,3 @@ def test_what_is_best_is_scored_by_its_own_figure(objective: str) -> None:
     score = search_problem.score(candidate, evidence)
     on_four = search_problem.score(replace(candidate, setup=four), evidence)
     assert (on_four - score, search_problem.score(candidate, faster) - score) == pytest.approx(SCORES[objective])
-
-
-@pytest.mark.parametrize("kind", [Problem, Result, TransferObservation, Budget])
-def test_values_are_given_by_name(kind: type) -> None:
-    """Two of one type could change places unnoticed: seconds and GPU seconds, speed and memory errors."""
-    assert all(field.kw_only for field in fields(kind))

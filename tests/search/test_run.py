@@ -273,27 +273,6 @@ def test_an_empty_space_after_exclusions_ends_at_once() -> None:
     assert "excluded" in result.reason
 
 
-def test_cost_objective_counts_gpus() -> None:
-    setup = TrainSetup(micro_batch_seqs=1, accumulation_steps=8)
-    base = next(c for c in small_candidates() if c.fits)
-    single = replace(base, setup=setup, formula=replace(base.formula, tokens_per_s=1000.0))
-    two_setup = setup.replace(num_gpus=2, parallel="ddp", accumulation_steps=4)
-    two = replace(base, setup=two_setup, formula=replace(base.formula, tokens_per_s=1800.0))
-    pair = (single, two)
-    fastest = search(Problem(candidates=pair), truth(pair), budget=Budget(max_probes=2))
-    cheapest = search(Problem(candidates=pair, objective="cost"), truth(pair), budget=Budget(max_probes=2))
-    assert fastest.best.setup.num_gpus == 2
-    assert cheapest.best.setup.num_gpus == 1
-
-
-def test_memory_objective_keeps_the_speed_floor() -> None:
-    candidates = small_candidates()
-    floor = 0.5 * max(c.tokens_per_s for c in candidates if c.fits)
-    lazy = Problem(candidates=candidates, objective="memory", min_tokens_per_s=floor)
-    result = search(lazy, truth(candidates), budget=Budget(max_probes=40))
-    assert result.best.tokens_per_s >= floor
-
-
 def test_contradictory_problems_are_refused() -> None:
     candidates = small_candidates()
     with pytest.raises(UsageError, match="no candidates"):

@@ -1,9 +1,7 @@
 """What the posterior learns and which probe it asks for next."""
 
 from dataclasses import replace
-from math import erf, exp, log, sqrt
-from types import SimpleNamespace
-from typing import Any
+from math import exp, log
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
 from search.problem import Problem, Result
 from search.run import SAMPLERS, make_sampler
-from search.sampler import MIN_PROBABILITY, WORTH, Posterior, ResidualSampler, acquisition, expected_improvement
+from search.sampler import Posterior, ResidualSampler, acquisition, expected_improvement
 from search.stopping import _correlated, probability_of_better
 
 
@@ -226,21 +224,6 @@ def test_a_setup_that_needs_more_than_the_budget_is_never_best() -> None:
     posterior.open[index] = True
     posterior.tell(Result(index=index, evidence=measurement(candidate.setup, 1e9, candidate.budget_bytes)))
     assert posterior.best is not None
-
-
-def test_among_hopeless_candidates_the_likelier_improvement_decides() -> None:
-    """Nothing fits, so that gains count for next to nothing: 1e-12 of the chance to beat the best is added."""
-    mean, sd, best = np.array([9.4, 9.0]), np.array([0.5, 0.5]), 10.0
-    nothing = np.zeros(2)
-    posterior: Any = SimpleNamespace(
-        score_moments=lambda: (mean, sd), probability_fits=lambda: nothing, probability_runs=lambda: nothing,
-        best_score=best,
-    )  # fmt: skip
-    added = acquisition(posterior, np.array([True, True])) - MIN_PROBABILITY * expected_improvement(
-        mean, sd, best + WORTH
-    )
-    likely = [0.5 * (1 + erf((value - best) / 0.5 / sqrt(2))) for value in mean]
-    assert added / 1e-12 == pytest.approx(likely, rel=1e-3)
 
 
 def test_two_setups_with_one_error_are_drawn_alike() -> None:

@@ -17,7 +17,7 @@ from planner.core.errors import EnvironmentProblem, UsageError
 from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
 from search.dimensions import key_of
 from search.storage import MAX_RETRIES, STUDY_NAME, close_storage, open_storage
-from search.study import SPACE, Study, constraint_values
+from search.study import Study, constraint_values
 
 OPENED: list[BaseStorage] = []
 
@@ -233,24 +233,6 @@ def test_a_storage_that_cannot_be_meant_is_an_error_without_the_password(url: st
     with pytest.raises(UsageError) as caught:
         open_storage(url)
     assert "u:p@" not in caught.value.message
-
-
-def test_every_dimension_holds_its_least_value() -> None:
-    low = {
-        name: distribution.low
-        for name, distribution in SPACE.items()
-        if isinstance(distribution, optuna.distributions.IntDistribution)
-    }
-    none = dict.fromkeys(("lora_rank", "checkpointing", "shard_degree"), 0)
-    at_least_one = (
-        "micro_batch_seqs",
-        "num_gpus",
-        "tensor_degree",
-        "context_degree",
-        "expert_degree",
-        "pipeline_degree",
-    )
-    assert low == {**none, **dict.fromkeys(at_least_one, 1)}
 
 
 def test_a_setup_of_another_call_that_failed_exceeds_no_memory() -> None:
