@@ -195,14 +195,11 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Which tests needed a second try; whether what the tests replay is what ran on a GPU."""
-    from benchmarks.last_run import words
-
+    """Which tests needed a second try."""
     lost = {failure.nodeid for name in ("failed", "error") for failure in terminalreporter.stats.get(name, [])}
     for report in terminalreporter.stats.get("rerun", []):
         what = "failed twice; the first time" if report.nodeid in lost else "passed only the second time"
         terminalreporter.write_line(f"{what}: {report.nodeid}\n{report.longreprtext}")
-    terminalreporter.write_line(f"GPU: {words()}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

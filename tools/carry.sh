@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .whl/: what a bare GPU machine without network lacks, as wheels for its Python, and the commit that it runs.
+# Makes .whl/: what a bare GPU machine without network lacks, as wheels for its Python.
 #   bash tools/carry.sh [PYTHON=3.12] [CUDA=130]
 # Tested versions (constraints.txt); nothing that torch or transformers need is taken along but transformers itself: launch
 # files use the names of its tested version. About 26 MB; at most 64 MiB may travel with the working tree.
@@ -16,7 +16,6 @@ done
 "${PIP_PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
     --python-version "$python" --implementation cp "${platforms[@]}" -c constraints.txt -d .whl "${carried[@]}"
 python3 tools/strip_bitsandbytes.py .whl/bitsandbytes-*.whl "$cuda"
-git rev-parse HEAD >.whl/commit
 total=$(($(git ls-files -z | xargs -0 cat | wc -c) + $(cat .whl/* | wc -c)))
 echo "$(ls .whl/*.whl | wc -l) wheels, $(($(cat .whl/* | wc -c) / 1000000)) MB; with the working tree $((total / 1048576)) of 64 MiB"
 [ "$total" -lt $((64 * 1048576)) ] || { echo "too much to travel" >&2; exit 1; }

@@ -23,7 +23,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tools.fuzz import GPU, MODEL, NASTY, Case, as_json, as_yaml, damage, mutate, notebook, put, seeds, shell_script
+from tools.fuzz_inputs import (
+    GPU,
+    MODEL,
+    NASTY,
+    Case,
+    as_json,
+    as_yaml,
+    damage,
+    mutate,
+    notebook,
+    put,
+    seeds,
+    shell_script,
+)
 
 MARK = "what-lies-outside"
 """Stands in every file that an agent may not read."""
@@ -68,17 +81,7 @@ def _rooms(folder: Path, dice: random.Random) -> None:
 
 def _call(folder: Path, dice: random.Random) -> tuple[str, dict[str, Any]]:
     outside = str(folder / "outside")
-    inside = (
-        "a.yaml",
-        "b.yaml",
-        "train.py",
-        "m",
-        "odd.yaml",
-        "rows.jsonl",
-        "sub",
-        ".",
-        str(folder / "root" / "a.yaml"),
-    )
+    inside = ("a.yaml", "b.yaml", "train.py", "m", "odd.yaml", "rows.jsonl", "sub", ".", f"{folder}/root/a.yaml")
     beyond = (
         "../outside/secret.yaml", "link.yaml", "out/secret.yaml", "sub/../../outside/secret.yaml", "~/.netrc", "~root",
         f"{outside}/secret.yaml", f"{outside}/m", "../outside/m", f"file://{outside}/m", "/etc/passwd", "/dev/zero",
@@ -396,16 +399,7 @@ def planned() -> Path:
     (folder / "rows.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]}\n' * 9
     )
-    words = [
-        str(folder / "m"),
-        "--gpu",
-        GPU,
-        "--no-dry-run",
-        "--dataset",
-        str(folder / "rows.jsonl"),
-        "--seq-len",
-        "64",
-    ]
+    words = [str(folder / "m"), *f"--gpu {GPU} --no-dry-run --seq-len 64 --dataset".split(), str(folder / "rows.jsonl")]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         code = run([*words, "--target", "trl", "--target", "hf", "--target", "axolotl", "--out", str(folder / "p")])
     assert code == 0, code
@@ -451,11 +445,7 @@ def confirm_case(folder: Path, dice: random.Random) -> Case:
     words = [
         "confirm",
         str(place),
-        "--run",
-        target,
-        "--device",
-        "cpu",
-        "--limit",
+        *f"--run {target} --device cpu --limit".split(),
         "2" if dice.random() < 0.9 else "nan",
     ]
     words += ["--steps", "9" if dice.random() < 0.9 else "3", "--store", str(folder / "s.jsonl")]

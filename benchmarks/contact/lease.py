@@ -16,7 +16,6 @@ from pathlib import Path
 
 from benchmarks.contact.staged import Stage
 from benchmarks.contact.steps import CASES, FLA
-from benchmarks.last_run import describe_run
 from planner.core.children import child_environment, python_argv
 from planner.core.errors import EXIT_ENVIRONMENT
 
@@ -98,9 +97,6 @@ def main() -> int:
     WORK.mkdir(parents=True, exist_ok=True)
     machine = facts(given.device)
     (out / "facts.json").write_text(json.dumps(machine, indent=1), encoding="utf-8")
-    if given.device != "cpu":
-        source = f"{machine.get('gpu')}, {machine.get('nvidia_smi')}"
-        (out / "last_gpu_run.json").write_text(json.dumps(describe_run(source), indent=1) + "\n", encoding="utf-8")
     print(json.dumps(machine), flush=True)
     if "problem" in machine:
         return EXIT_ENVIRONMENT
