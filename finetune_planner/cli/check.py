@@ -551,6 +551,7 @@ class _Fixing:
             gpu=card,
             arguments=request.arguments,
             versions={**pinned(file), **request.versions},
+            objective=request.sets.get("objective", ""),
         )
         self.texts = {file: read_bounded(file)}
         self.named_by: dict[Path, Path] = {}

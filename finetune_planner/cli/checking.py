@@ -225,6 +225,7 @@ def _read(file: Path, spec: ModelSpec | None, card: GpuSpec, request: CheckReque
         gpu=card,
         arguments=request.arguments,
         versions=request.versions,
+        objective=request.sets.get("objective", ""),
     )
     config = overrides(config, request.sets)
     settled = {"model"} if request.model or config.model_id else set()

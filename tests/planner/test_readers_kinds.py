@@ -732,6 +732,18 @@ def test_a_file_of_preferences_of_an_older_trl_is_not_judged_as_todays(key: str)
     assert (newer.loss, newer.trl_version) == ("chunked", "")
 
 
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_an_objective_that_a_person_names_is_read_as_one_that_the_file_names(name: str) -> None:
+    text = OF_PAIRS + "max_prompt_length: 128\nprecompute_ref_log_probs: true\nuse_peft: true\n"
+    named = read_text(text, "a.yaml", around=FileContext(objective=name, versions={"trl": "0.28"}))
+    assert named.setup == of_trl("0.28", text, f"{name}.yaml").setup
+    says(named, "objective loss lora_dropout precomputed_reference", (name, "full", 0.0, True))
+    own = '{"model_name_or_path": "gpt2", "per_device_train_batch_size": 4, "max_length": 64, "beta": 0.1}'
+    of_program = read_text(own, "a.json", around=FileContext(objective=name))
+    assert (of_program.setup.objective, of_program.setup.loss) == (name, "chunked")
+    assert "objective" not in open_fields(of_program)
+
+
 @pytest.mark.parametrize("name", ["use_liger_loss", "use_liger_kernel"])
 def test_a_step_of_preferences_that_is_not_modelled_is_refused_by_name(name: str) -> None:
     with pytest.raises(NotPlanned, match=rf"0\.28.* and {name}, whose step is another"):

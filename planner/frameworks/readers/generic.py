@@ -11,7 +11,7 @@ from typing import Any
 from planner.core.errors import NotATraining
 from planner.frameworks.readers import common, evaluating, loading
 from planner.frameworks.readers.common import adapter_kind, config
-from planner.frameworks.readers.objectives import OF_ROLLOUTS, OTHER_WORDS, SAYS_OBJECTIVE, of_own, refusal
+from planner.frameworks.readers.objectives import OF_ROLLOUTS, OTHER_WORDS, PAIRS, SAYS_OBJECTIVE, of_own, refusal
 from planner.frameworks.readers.program.reading import PARTS_OF_LENGTH
 from planner.frameworks.readers.sharding import Layout, fsdp, with_cut_sequences, zero_stage
 from planner.frameworks.readers.types import ReadConfig
@@ -141,7 +141,8 @@ def read(settings: Settings) -> ReadConfig:
     texts = [str(value).lower() for path, value in _leaves(values, ()) if path[-1].lower() in SAYS_OBJECTIVE]
     if marks := sorted(OF_ROLLOUTS & {part.lower() for path, _ in _leaves(values, ()) for part in path}):
         raise refusal(f"{name}: reinforcement learning by its settings ({', '.join(marks[:3])})")
-    objective, certain = of_own(values, name, (name.lower(), *texts))
+    named = settings.outside.objective
+    objective, certain = (named, True) if named in PAIRS else of_own(values, name, (name.lower(), *texts))
     entries = _named_settings(values)
     opened = {key: value for key, (_, value) in entries.items() if loading.is_open(value)}
     entries = {key: entry for key, entry in entries.items() if key not in opened and _makes_sense(key, entry[1])}

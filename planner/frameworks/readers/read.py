@@ -284,6 +284,7 @@ def read_config(
     gpu: GpuSpec | None = None,
     arguments: tuple[str, ...] | None = None,
     versions: Mapping[str, str] | None = None,
+    objective: str = "",
 ) -> ReadConfig:
     """The setup of a config file.
 
@@ -308,6 +309,7 @@ def read_config(
             gpu=gpu,
             arguments=arguments,
             versions={**pinned(path), **(versions or {})},
+            objective=objective,
         ),
         launcher=read_bounded(launcher) if launcher is not None else None,
     )

@@ -67,7 +67,7 @@ def read(settings: Settings) -> ReadConfig:
 
 def _objective(settings: Settings) -> Objective:
     name, words = settings.name, settings.outside.arguments or ()
-    objective, certain = of_settings(settings.values, name, next(iter(words), ""))
+    objective, certain = of_settings(settings.values, name, settings.outside.objective or next(iter(words), ""))
     if objective not in OBJECTIVES:
         raise refusal(f"{name}: objective {objective}")
     if settings.raw("do_train") is False and settings.raw("do_eval") is True:

@@ -30,6 +30,7 @@ class FileContext:
         gpu: the card, for programs that ask it; None: one that computes in bf16.
         arguments: the words behind a program's name on its command line; None: nobody said.
         versions: package -> version that the run is said or pinned to use.
+        objective: that a person named, "" where nobody did.
         depth: shell scripts that started one another on the way here.
         environment: variables that the launch sets.
         written: text of files that the checked one writes before it trains, by their paths.
@@ -43,6 +44,7 @@ class FileContext:
     gpu: GpuSpec | None = None
     arguments: tuple[str, ...] | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    objective: str = ""
     depth: int = 0
     written: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
