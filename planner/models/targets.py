@@ -130,13 +130,20 @@ INNER_HEADS = frozenset({"roberta", "xlm-roberta", "deberta-v2"})
 
 
 def head_refusal(model: ModelSpec, setup: TrainSetup) -> str:
-    """Why PEFT stops as it wraps an encoder's head that scores, "" where it does not: it copies and trains what ends
-    with "classifier", as DistilBERT's pre_classifier does.
+    """Why adapters and the head do not go together, "" where they do: TRL multiplies with the weight of an output head
+    itself; of an encoder's head that scores PEFT copies and trains what ends with "classifier", as DistilBERT's
+    pre_classifier does.
 
-    Source: peft 0.21 `PeftModelForSequenceClassification`, `utils/other.py` ModulesToSaveWrapper; transformers 5.23
-    `quantizers/base.py` get_keys_to_not_convert (the last module alone). Seen in dry runs of PEFT's own code.
+    Source: trl 1.16 `SFTTrainer.__init__`, as in its trainers of preferences and GRPO; peft 0.21
+    `PeftModelForSequenceClassification`, `utils/other.py` ModulesToSaveWrapper; transformers 5.23 `quantizers/base.py`
+    get_keys_to_not_convert (the last module alone). Seen in dry runs of PEFT's own code.
     """
-    if setup.method == "full" or setup.objective_spec.head != "score":
+    if setup.method == "full":
+        return ""
+    fused = setup.stack == "trl" and setup.loss == "chunked" and isinstance(setup.lora_targets, tuple)
+    if fused and any(model.head in linears for _, _, linears in lora_linears(model, setup.lora_targets)):
+        return "TRL stops where the output head has an adapter, which its loss would not train: leave it out"
+    if setup.objective_spec.head != "score":
         return ""
     if setup.quantized and model.model_type in INNER_HEADS:
         return f"PEFT cannot train {model.model_type}'s quantized head: its base must stay in 16 bits"

@@ -258,6 +258,10 @@ def cannot_run(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, 
         dropout_refusal(model, setup),
         head_refusal(model, setup),
     ]
+    if setup.objective_spec.rolls_out:
+        from planner.planning.rollouts import rollout_refusals  # late: few objectives generate
+
+        reasons += rollout_refusals(model, gpu, setup)
     reasons.append(model.unscored if setup.objective_spec.head == "score" else "")
     positions = model.max_position_embeddings
     if positions is not None and setup.seq_len_tokens > positions and model.front_end is not None:

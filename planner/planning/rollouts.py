@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from planner.core.errors import UsageError
 from planner.core.units import gib
+from planner.hardware.gpu import GpuSpec
 from planner.memory.layers import mlp_width
-from planner.memory.rollout import cache_bytes
+from planner.memory.rollout import cache_bytes, vllm_bytes
 from planner.memory.workload import Workload
+from planner.models.spec import ModelSpec
 from planner.options.rollouts import COLOCATED, GENERATORS, Rollout, open_rollouts
 from planner.setup import TrainSetup
 from planner.setup.packages import VLLM
@@ -21,19 +23,43 @@ PROFILED_TOKENS = 4096
 """Of vLLM's profiling forward. Source: trl 1.16 generation/vllm_generation.py, `max_num_batched_tokens`."""
 
 
-def vllm_needs(workload: Workload, rollout: Rollout) -> tuple[int, int]:
+def vllm_needs(model: ModelSpec, seqs: int, seq_len_tokens: int) -> tuple[int, int]:
     """Bytes that a GPU's vLLM needs to start, and to have all of its completions of a generation under way at once: its
     16-bit weights and its profiling forward, and their keys and values at full length.
 
     Source: vLLM v1 `gpu_worker.determine_available_memory`: what of the share weights and that forward leave is cache.
     Not counted: CUDA graphs, which lie beyond the share.
     """
-    model = workload.model
     wide = max(4 * model.hidden_size + 3 * mlp_width(layer) for layer in model.layer_kinds)
-    seqs = -(-rollout.at_once(workload.global_batch_seqs) // workload.num_gpus)
     forward = 2 * PROFILED_TOKENS * wide + 4 * 3 * seqs * model.vocab_size
     start = 2 * model.num_params + forward
-    return start, start + cache_bytes(model, TrainSetup(), seqs, workload.seq_len_tokens)
+    return start, start + cache_bytes(model, TrainSetup(), seqs, seq_len_tokens)
+
+
+def needs_of(workload: Workload, rollout: Rollout) -> tuple[int, int]:
+    """`vllm_needs` of a rollout that a plan may choose."""
+    seqs = -(-rollout.at_once(workload.global_batch_seqs) // workload.num_gpus)
+    return vllm_needs(workload.model, seqs, workload.seq_len_tokens)
+
+
+def rollout_refusals(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str, ...]:
+    """Why TRL does not generate a setup's completions, or the vLLM beside its model does not start: on several GPUs it
+    may be cut over all of them. Empty where they may.
+
+    Source: trl 1.16 trainer/grpo_config.py, rloo_config.py `__post_init__`.
+    """
+    rollout, made = setup.rollout_settings, setup.generation_seqs
+    share_bytes, (start, _) = vllm_bytes(gpu, setup), vllm_needs(model, setup.local_generation_seqs, 0)
+    rows = (
+        (made % rollout.num_generations, f"{made} completions are no whole groups of {rollout.num_generations}"),
+        (0 < share_bytes * setup.num_gpus < start, _too_small(rollout.vllm_fraction, share_bytes, start)),
+    )
+    return tuple(reason for holds, reason in rows if holds)
+
+
+def _too_small(fraction: float, share_bytes: int, start_bytes: int) -> str:
+    has = f"a vLLM on {fraction:.0%} of the card has {gib(share_bytes)}"
+    return f"{has}, its weights and one forward take {gib(start_bytes)}"
 
 
 def vllm_refusal(workload: Workload) -> str:
@@ -67,7 +93,7 @@ def planned_rollouts(workload: Workload) -> tuple[Rollout, ...]:
         )
     planned = tuple(rollout for name in GENERATORS for rollout in _of_generator(workload, name, rollouts))
     if not planned:
-        need = gib(vllm_needs(workload, first)[1])
+        need = gib(needs_of(workload, first)[1])
         raise UsageError(
             f"vLLM's weights, and keys and values of {first.at_once(step)} completions at once, take {need}: no "
             "share of the card holds them",
@@ -89,7 +115,7 @@ def _of_generator(workload: Workload, name: str, rollouts: tuple[Rollout, ...]) 
         if name not in COLOCATED or len(matching) == 1:
             yield made
             continue
-        whole = vllm_needs(workload, made)[1]  # more than the least share that holds everything would buy nothing
+        whole = needs_of(workload, made)[1]  # more than the least share that holds everything would buy nothing
         shares = (rollout.vllm_fraction for rollout in matching)
         enough = (share for share in shares if share * workload.gpu.memory_bytes >= whole)
         if (share := next(enough, None)) is not None and share not in taken:
@@ -108,10 +134,10 @@ def _parts(rollout: Rollout, step_seqs: int) -> Iterator[int]:
 
 def _check_share(workload: Workload, rollout: Rollout) -> None:
     fraction = rollout.vllm_fraction if rollout.colocated else SERVER_FRACTION
-    share, (start, _) = int(fraction * workload.gpu.memory_bytes), vllm_needs(workload, rollout)
+    share, (start, _) = int(fraction * workload.gpu.memory_bytes), needs_of(workload, rollout)
     if share < start:
         larger = "give a larger --vllm-fraction, or leave it out: the plan then finds one"
         raise UsageError(
-            f"a vLLM on {fraction:.0%} of the card has {gib(share)}, its weights and one forward take {gib(start)}",
+            _too_small(fraction, share, start),
             hint=larger if rollout.colocated else "a server has one card: name a larger one, or leave --generator out",
         )

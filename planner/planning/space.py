@@ -83,6 +83,11 @@ def dimension_values(workload: Workload) -> Values:
         usual = {"method": "qlora", "quantization": "nf4", "objective": workload.objective_spec.name}
         if refused := head_refusal(workload.model, TrainSetup().replace_trusted(**usual)):
             raise UsageError(refused, hint="leave --method out, or give --method lora")
+    if "lora_targets" in workload.fixed and "chunked" in workload.objective_spec.losses:
+        stack = HALVES_STACK if workload.model.is_encoder_decoder else (*workload.targets, DEFAULT_STACK)[0]
+        usual = {"lora_targets": workload.fixed["lora_targets"][0], "loss": "chunked", "stack": stack}
+        if refused := head_refusal(workload.model, TrainSetup().replace_trusted(**usual)):
+            raise UsageError(refused, hint="another program trains one: --target axolotl")
     if "objective" in workload.fixed:
         _keep_for_objective(values, workload, OBJECTIVES[workload.fixed["objective"][0]])
     _keep_as_stored(values, workload)

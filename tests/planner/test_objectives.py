@@ -508,10 +508,33 @@ def test_gpus_share_a_generation_of_whole_micro_batches() -> None:
         made_at_once(16)
 
 
+def test_a_generation_of_no_whole_groups_cannot_run() -> None:
+    """open-r1's config_demo_code.yaml on one GPU, whose 14 of each prompt are for seven."""
+    assert not cannot_run(MODEL, CARD, generated(rollout={"num_generations": 16}))
+    assert cannot_run(MODEL, CARD, generated(rollout={"num_generations": 14})) == (
+        "32 completions are no whole groups of 14",
+    )
+
+
 def test_a_share_that_does_not_hold_the_weights_is_refused() -> None:
     fixed = {"objective": ("grpo",), "rollout": (Rollout(generator="vllm", vllm_fraction=0.1),)}
     with pytest.raises(UsageError, match=r"10% of the card has 7\.92 GiB, its weights"):
         plan_workload(PlanRequest(fixed=fixed).workload(load("meta-llama/Llama-3.1-8B"), find_gpu("h100-sxm")))
+    small, enough = (generated(rollout={"generator": "vllm", "vllm_fraction": share}) for share in (0.05, 0.3))
+    assert any("5% of the card has" in reason for reason in cannot_run(MODEL, CARD, small))
+    assert not cannot_run(MODEL, CARD, enough)
+
+
+def test_an_adapter_on_the_output_head_is_no_plan_of_trls() -> None:
+    """trl 1.16 `SFTTrainer.__init__`, its trainers of preferences and of rollouts: ValueError."""
+    request = PlanRequest(fixed={"lora_targets": (("q_proj", "lm_head"),)})
+    for targets in ((), ("trl",)):
+        with pytest.raises(UsageError, match="the output head has an adapter"):
+            plan_workload(replace(request.workload(MODEL, CARD), targets=targets))
+    assert planned(replace(request.workload(MODEL, CARD), targets=("axolotl",))).chosen.setup.stack == "axolotl"
+    for loss, stack, stops in (("chunked", "trl", True), ("full", "trl", False), ("chunked", "hf", False)):
+        setup = TrainSetup(lora_targets=("q_proj", "lm_head"), loss=loss, stack=stack)
+        assert bool(cannot_run(MODEL, CARD, setup)) is stops
 
 
 def test_a_reference_grows_with_the_micro_batch_and_rows_beside_a_choice_keep_its_precision() -> None:

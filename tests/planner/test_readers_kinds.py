@@ -787,6 +787,26 @@ def test_prompts_that_are_cut_are_an_older_grpos() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("dpo", "sync_ref_model: true\nuse_peft: true\n", "adapters, whose reference is the base"),
+        ("dpo", "sync_ref_model: true\nprecompute_ref_log_probs: true\n", "with precomputed ones"),
+        ("dpo", "sync_ref_model: true\n", ""),
+        ("kto", "per_device_train_batch_size: 1\n", "which has one"),
+        ("kto", "per_device_train_batch_size: 1\nloss_type: apo_zero_unpaired\n", ""),
+        ("grpo", "sync_ref_model: true\n", "with no reference"),
+        ("grpo", "sync_ref_model: true\nbeta: 0.1\n", ""),
+        ("grpo", "generation_batch_size: 32\nsteps_per_generation: 4\n", "are given both"),
+        ("rloo", "auto_find_batch_size: true\n", "groups of completions"),
+    ],
+)
+def test_what_trls_trainers_stop_at_is_said(name: str, settings: str, reason: str) -> None:
+    text = (ROLLS if name in ("grpo", "rloo") else OF_PAIRS.replace("beta: 0.1\n", "")) + settings
+    assert reason in " ".join(read_text(text, f"{name}.yaml").refusals)
+    assert bool(read_text(text, f"{name}.yaml").refusals) is bool(reason)
+
+
+@pytest.mark.parametrize(
     ("version", "settings", "generator"),
     [
         ("0.17.0", "", "vllm-server"), ("0.29.0", "", "vllm-server"), ("1.0.0", "", "vllm"), ("1.16", "", "vllm"),

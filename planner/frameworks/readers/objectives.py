@@ -226,6 +226,37 @@ def estimated(name: str, what: str, tool: str, objective: str = "") -> NotPlanne
     return NotPlanned(f"{name} trains {what} with a step of {tool}'s own: not planned", hint=hint)
 
 
+def refuse(settings: Settings, fields: Mapping[str, Any], version: tuple[int, ...]) -> None:
+    """Adds why TRL's trainer of an objective ends before its first step, the fields being all that the file says.
+
+    Source: trl 1.16 trainer/dpo_trainer.py, kto_trainer.py, grpo_trainer.py `__init__`, grpo_config.py.
+    """
+    objective, rollout = OBJECTIVES[fields["objective"]], fields.get("rollout")
+    switches = {key: settings.values.get(key) is not None and settings.flag(key, False) for key in _SWITCHES}
+    sync, adapted = switches["sync_ref_model"], fields["method"] != "full"
+    without = "no reference (beta 0)" if rollout is not None and not rollout.reference else ""
+    without = without or "precomputed ones" * bool(fields.get("precomputed_reference"))
+    without = without or "adapters, whose reference is the base" * adapted
+    pairs_neighbours = objective.name == "kto" and settings.values.get("loss_type") != "apo_zero_unpaired"
+    several = settings.has("generation_batch_size") and settings.has("steps_per_generation")
+    rows = (
+        (sync and bool(without) and not objective.supervised, f"sync_ref_model has nothing to follow with {without}"),
+        (
+            pairs_neighbours and fields["micro_batch_seqs"] < objective.least_samples,
+            "the KL term of KTO pairs the samples of a micro-batch, which has one",
+        ),
+        (objective.rolls_out and several, "generation_batch_size and steps_per_generation are given both"),
+        (
+            objective.rolls_out and switches["auto_find_batch_size"] and version >= versions.TRL_KEEPS_GROUPS_SINCE,
+            "auto_find_batch_size would cut groups of completions",
+        ),
+    )
+    settings.refusals += [f"TRL stops: {reason}" for holds, reason in rows if holds]
+
+
+_SWITCHES = ("sync_ref_model", "auto_find_batch_size")
+
+
 def rollout_fields(
     settings: Settings, fields: Mapping[str, Any], objective: str, version: tuple[int, ...]
 ) -> dict[str, Any]:

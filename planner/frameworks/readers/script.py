@@ -14,7 +14,7 @@ from planner.core.errors import ConfigError, NotATraining, NotPlanned, SetupErro
 from planner.core.inputs import reason
 from planner.frameworks.readers import common, evaluating, open_conditions, program_changes, training, unsloth, versions
 from planner.frameworks.readers.common import config, settings_fields
-from planner.frameworks.readers.objectives import CONFIGS, rollout_fields
+from planner.frameworks.readers.objectives import CONFIGS, refuse, rollout_fields
 from planner.frameworks.readers.program.embedding import PAIRS
 from planner.frameworks.readers.program.interpret import run
 from planner.frameworks.readers.program.reading import LENGTH_NAMES, Program
@@ -440,6 +440,7 @@ class _Script:
             else:
                 arguments.assume(more)
                 self.beside_bytes = 2 * self.model.num_params
+        refuse(arguments, {**base, **fields}, self.defaults.version)
         return fields
 
     def _model_id(self) -> str | None:

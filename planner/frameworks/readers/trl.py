@@ -5,7 +5,7 @@ from typing import Any
 from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
-from planner.frameworks.readers.objectives import of_settings, refusal, rollout_fields
+from planner.frameworks.readers.objectives import of_settings, refusal, refuse, rollout_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -55,6 +55,7 @@ def read(settings: Settings) -> ReadConfig:
         settings.ask("seq_len_tokens", ": max_length is null: nothing is cut")
     if objective.rolls_out:
         fields |= rollout_fields(settings, fields, objective.name, defaults.version)
+    refuse(settings, fields, defaults.version)
     fields |= device_map(settings, kwargs) or parallel_of(settings, loaded(settings, kwargs) or sharded(settings))
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     common.pictures(settings, fields, {})

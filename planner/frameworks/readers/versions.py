@@ -49,6 +49,8 @@ TRL_GENERATES_AT_ONCE_SINCE = (0, 17)
 """Before this GRPO generates for each micro-batch by itself."""
 TRL_WITHOUT_KL_SINCE = (0, 19)
 """Before this GRPO's `beta` is 0.04."""
+TRL_KEEPS_GROUPS_SINCE = (1, 9)
+"""From here on GRPO and RLOO refuse `auto_find_batch_size` (huggingface/trl@44d7ef9b)."""
 TRL_COLOCATES_SINCE = (1, 0)
 """Before this vLLM is a server by itself unless told, before 0.18 it has another GPU in any case."""
 TRL_CUTS_PROMPTS_UNTIL = (0, 28)

@@ -313,12 +313,12 @@ def _program_answer(workload: Workload, best: WalkedSetup, results: NodeResults)
 
 
 def _generator_answer(workload: Workload, best: WalkedSetup, results: NodeResults) -> Answer:
-    from planner.planning.rollouts import vllm_needs, vllm_refusal  # late: few objectives generate
+    from planner.planning.rollouts import needs_of, vllm_refusal  # late: few objectives generate
 
     roll = best.shared.rollout_settings
     others = results.best_of(lambda shared: shared.rollout_settings.by_vllm != roll.by_vllm)
     if roll.colocated:
-        start, whole = vllm_needs(workload, roll)
+        start, whole = needs_of(workload, roll)
         share = int(roll.vllm_fraction * workload.gpu.memory_bytes)
         reason = (
             f"of its {gib(share)} weights and a forward take {gib(start)}, keys and values of all its completions at "
