@@ -101,7 +101,10 @@ def _losses_and_kernels(setup: TrainSetup, model: ModelSpec) -> list[Tried]:
     changes: list[Tried] = [
         (f"{loss} loss (no full logits)", {"loss": loss}, False)
         for loss, row in LOSSES.items()
-        if whole and not row.whole_logits and not (loss == "liger" and has_liger)
+        if whole
+        and not row.whole_logits
+        and not (loss == "liger" and has_liger)
+        and setup.objective_spec.supervised  # the others have the loss of their trainer
     ]
     if setup.kernels == "eager" and has_liger:  # one switch in most tools, which takes the loss along
         label = "Liger kernels and loss (no full logits)" if whole else "Liger kernels"

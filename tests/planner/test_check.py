@@ -183,6 +183,14 @@ def test_no_change_touches_the_effective_batch() -> None:
             assert after != setup
 
 
+def test_no_setting_takes_away_the_whole_logits_of_preferences() -> None:
+    """Axolotl's DPO was told chunked_cross_entropy, which its supervised loss alone follows."""
+    pairs = TrainSetup(objective="dpo", loss="full", stack="axolotl")
+    for setup, offered in ((pairs, set()), (pairs.replace(objective="sft"), {"chunked", "liger"})):
+        losses = {after.loss for _, after, _ in single_changes(setup, GPU, MODEL)}
+        assert losses == offered | {"full"}
+
+
 def test_what_padding_takes_back_is_no_gain() -> None:
     """The plan takes micro-batch 1 for it; check of its file called 2 faster, 1.06 times."""
     model, card = catalogue.load("mistralai/Mistral-7B-v0.3"), find_gpu("a100-80gb")

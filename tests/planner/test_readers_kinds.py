@@ -732,6 +732,15 @@ def test_a_file_of_preferences_of_an_older_trl_is_not_judged_as_todays(key: str)
     assert (newer.loss, newer.trl_version) == ("chunked", "")
 
 
+def test_a_sum_of_losses_is_dpo() -> None:
+    """MPO, as trl 1.16 docs/source/paper_index.md and ms-swift's examples/train/rlhf/mpo.sh have it."""
+    text = OF_PAIRS.replace("beta: 0.1\n", "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\n")
+    assert read_text(text, "a.yaml").setup == read_text(OF_PAIRS, "dpo.yaml").setup
+    assert read_text(text.replace("[sigmoid, bco_pair, sft]", "apo_zero"), "a.yaml").setup.objective == "dpo"
+    run = "swift rlhf --rlhf_type dpo --model Qwen/Qwen3-0.6B --loss_type sigmoid bco_pair sft"
+    assert read_text(run, "run.sh").setup == read_text(run.partition(" --loss")[0], "run.sh").setup
+
+
 @pytest.mark.parametrize("name", ["dpo", "kto"])
 def test_an_objective_that_a_person_names_is_read_as_one_that_the_file_names(name: str) -> None:
     text = OF_PAIRS + "max_prompt_length: 128\nprecompute_ref_log_probs: true\nuse_peft: true\n"

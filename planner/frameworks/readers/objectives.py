@@ -84,6 +84,7 @@ MARKS = {
 LOSS_TYPES = {
     "dpo": (
         "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+        "apo_zero", "apo_down", "discopop", "sigmoid_norm",
     ),
     "kto": ("kto", "apo_zero_unpaired"),
 }  # fmt: skip
@@ -164,8 +165,10 @@ def of_settings(values: Mapping[str, Any], name: str, command: str = "") -> tupl
     """
     if command in TRL_COMMANDS:
         return command, True
-    loss = values.get("loss_type")
-    if implied := next((objective for objective, types in LOSS_TYPES.items() if loss in types), ""):
+    given = values.get("loss_type")
+    losses = given if isinstance(given, list) else [given]
+    by_loss = (objective for objective, types in LOSS_TYPES.items() if any(loss in types for loss in losses))
+    if implied := next(by_loss, ""):
         return implied, True
     if implied := next((objective for objective, marks in MARKS.items() if marks & set(values)), ""):
         return implied, True

@@ -397,7 +397,7 @@ class _Script:
         whole = whole or arguments.real("label_smoothing_factor", 0.0) > 0
         if self.trl and self.defaults.loss(None, liger=True, whole=whole) == "chunked":
             return common.liger(arguments, liger, "chunked")
-        kind = arguments.optional_text("loss_type")
+        kind = arguments.optional_text("loss_type") if self.objective_spec.supervised else None
         loss = self.defaults.loss(kind, liger=False, whole=whole) if self.trl else "full"
         return common.liger(arguments, liger, "full" if liger else loss, apart=whole and not self.trl)
 

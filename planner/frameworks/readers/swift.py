@@ -202,7 +202,7 @@ def _loss_apart(settings: Settings) -> bool:
     written into the labels).
     """
     weighted = WEIGHTED & set(settings.text("loss_scale", "default").split("+"))
-    other_loss = settings.optional_text("loss_type") or settings.real("label_smoothing_factor", 0.0) > 0
+    other_loss = settings.has("loss_type") or settings.real("label_smoothing_factor", 0.0) > 0
     by_channel = settings.flag("enable_dft_loss", False) or settings.flag("enable_channel_loss", False)
     return bool(weighted or other_loss or by_channel or settings.integer("sequence_parallel_size", 1) > 1)
 

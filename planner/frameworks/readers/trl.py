@@ -82,7 +82,8 @@ def _objective(settings: Settings) -> Objective:
 def _kernels_and_loss(settings: Settings, objective: Objective, defaults: versions.TrlDefaults) -> dict[str, Any]:
     liger = settings.flag(settings.first("use_liger_kernel", "use_liger"), False)
     whole = settings.real("label_smoothing_factor", 0.0) > 0
-    loss = defaults.loss(settings.optional_text("loss_type"), liger=False, whole=whole)
+    kind = settings.optional_text("loss_type") if objective.supervised else None  # DPO's is a list
+    loss = defaults.loss(kind, liger=False, whole=whole)
     if liger and defaults.loss(None, liger=True) == "liger":
         loss = "full"  # before 1.16 the switch takes the loss, whatever its type
     fields: dict[str, Any] = common.liger(settings, liger, loss)
@@ -151,6 +152,7 @@ def loss_of(objective: Objective, defaults: versions.TrlDefaults, settings: Sett
     for key in BEYOND_PAIRS:
         if settings.raw(key) not in (None, False):
             settings.approximate(f"{key} of {defaults.label} is not counted")
+    settings.assume(f"{defaults.label} makes whole logits, which TRL 1.15 and later never hold (--assume trl==1.16)")
     return {"loss": "full", "trl_version": ".".join(map(str, version))}
 
 
