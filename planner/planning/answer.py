@@ -15,7 +15,6 @@ from planner.core.notes import measured, risk, usual
 from planner.core.units import gib, seconds
 from planner.memory.attention_kernels import has_expert_stacks, missing_kernels, supported_attentions
 from planner.memory.engines import engine_of, why_not
-from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.rank_part import rank_parts
 from planner.memory.states import loading_refusal, pinned_bytes, weight_bytes
 from planner.memory.workload import Workload
@@ -566,8 +565,10 @@ def _package_notes(workload: Workload, chosen: Candidate | None, installed: tupl
 def _notes(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     notes = [*filter(None, (workload.model.taken_as, workload.gpu.taken_as)), *target_notes(workload, chosen.setup)]
     if chosen.setup.activation_offload:
-        checkpoints_bytes = checkpointed_inputs_bytes(workload.model, chosen.setup)
-        notes.append(risk(f"checkpoints lie in the host's pinned memory: {gib(checkpoints_bytes)} for every GPU"))
+        from planner.memory.engines.host import offloaded_checkpoints_bytes  # seldom needed
+
+        size_bytes = offloaded_checkpoints_bytes(workload.model, chosen.setup)
+        notes.append(risk(f"checkpoints lie in the host's pinned memory: {gib(size_bytes)} for every GPU"))
     if chosen.setup.compile:
         notes.append(usual(f"torch.compile takes about {seconds(compile_s(workload.model))} before the first step"))
     if not chosen.setup.packing:

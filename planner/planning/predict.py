@@ -17,7 +17,9 @@ from planner.memory.attention_kernels import (
     untrained_sinks,
 )
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
+from planner.memory.engines import engine_of
 from planner.memory.model import memory_of
+from planner.memory.rank_part import rank_parts
 from planner.memory.states import (
     in_one_memory,
     linear_bytes,
@@ -26,7 +28,6 @@ from planner.memory.states import (
     pinned_bytes,
     streamed_stacks,
 )
-from planner.memory.trained import trained_parameters
 from planner.models.earlier import with_one_kernel_gelu
 from planner.models.spec import ModelSpec
 from planner.models.stored import (
@@ -38,6 +39,7 @@ from planner.models.stored import (
     stored_refusal,
 )
 from planner.models.targets import dropout_refusal, head_refusal, unmatched_targets
+from planner.options.optimizers import OPTIMIZERS
 from planner.options.precisions import FP16_OVERFLOWS
 from planner.planning.evidence.bands import (
     memory_band,
@@ -229,8 +231,12 @@ def paged_overflow(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, peak_devic
 
 
 def _paged_bytes(model: ModelSpec, setup: TrainSetup) -> int:
-    trained = trained_parameters(model, setup)
-    return paged_bytes(trained.num, setup.optimizer, wide=trained.wide)
+    """Bytes of a paged optimizer's states in managed memory, of the rank that holds the most."""
+    if not OPTIMIZERS[setup.optimizer].paged:
+        return 0
+    engine = engine_of(setup)
+    shards = (engine.state(part, setup, accumulated=setup.adds_gradients).local for part in rank_parts(model, setup))
+    return max(paged_bytes(shard.num, setup.optimizer, wide=shard.wide) for shard in shards)
 
 
 def device_peak_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> int:
@@ -294,7 +300,10 @@ def memory_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[str
         way = ", and peft's k-bit preparation casts to fp32 (quantize_moe_experts: true quantizes them)"
         notes.append(risk(f"{gib(plain)} of the experts stay {bits}-bit: {stacked}{way * setup.wide_stacks}"))
     if paged := _paged_bytes(model, setup):
-        notes.append(risk(f"{gib(paged)} of paged optimizer state lie in managed memory, outside PyTorch's count"))
+        where = " on every GPU" if setup.num_gpus > 1 else ""
+        notes.append(
+            risk(f"{gib(paged)} of paged optimizer state lie in managed memory{where}, outside PyTorch's count")
+        )
     return tuple(notes)
 
 

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from planner.hardware.gpu import GpuSpec
@@ -551,8 +552,8 @@ class PaddedSpeed:
 
 def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:
     """`program_speed`; where there is none, the formula's beside a structure that differs in its trainer, in where
-    checkpoints lie, in which matrices are adapted, in what peft casts, in its kernels, or in being compiled: what a
-    plan compares errs alike."""
+    checkpoints lie, in which matrices are adapted, in what peft casts, in its kernels (attention's too), or in being
+    compiled: what a plan compares errs alike."""
     speed = program_speed(model, gpu, setup)
     if speed is not None or programs_of(model) is None:
         return speed
@@ -570,9 +571,11 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
         if (setup.lora_targets, setup.adapter) != ("all-linear", "lora"):
             # what a rank adds to other matrices is not what it adds to these
             changed["lora_rank"] = ADAPTERS["lora"].usual_size
-    for kernels in dict.fromkeys((setup.kernels, "liger", "eager")):
+    tried = product(dict.fromkeys((setup.attention, "sdpa")), dict.fromkeys((setup.kernels, "liger", "eager")))
+    for attention, kernels in tried:
+        changed |= {"attention": attention, "kernels": kernels}
         own_type = {"adapter_dtype": "fp32"} if kernels == "fused" else {}  # as its programs were run
-        like = program_speed(model, gpu, setup.replace_trusted(kernels=kernels, **changed | own_type))
+        like = program_speed(model, gpu, setup.replace_trusted(**changed | own_type))
         if like is not None:
             profile = throughput_profile(model, gpu, setup, conditions=conditions_of(setup))
             return ScaledSpeed(profile, like)

@@ -116,7 +116,7 @@ def test_what_has_no_program_is_the_formulas() -> None:
     assert scaled.at(1, 1) == pytest.approx((whole.step_time_s, whole.tokens_per_s))
     assert whole.step_time_s > speed_profile(MODEL, H200, LORA.replace(checkpointing=1)).at(1, 1)[0]
     assert isinstance(speed_profile(MODEL, find_gpu("mi300x"), LORA), ThroughputProfile)
-    for other in ({"adapter": "dora"}, {"compile": True}):
+    for other in ({"adapter": "dora"}, {"compile": True}, {"attention": "eager"}):
         variant = LORA.replace(**other)
         speed = speed_profile(MODEL, H200, variant)
         assert isinstance(speed, ScaledSpeed)

@@ -7,6 +7,7 @@ from planner.core.units import GIB
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines import engine_of
 from planner.memory.engines.fsdp2 import sharded_dtype
+from planner.memory.micro_batch import checkpointed_inputs_bytes
 from planner.memory.rank_part import rank_parts
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
@@ -21,22 +22,29 @@ November 2026); AWS p4de and GCP a2-ultragpu-8g have less (1.15, 1.36 TB). An as
 @lru_cache(maxsize=256)
 def host_bytes_per_node(model: ModelSpec, setup: TrainSetup, num_nodes: int) -> int:
     """Bytes that offloading takes of every node's host: of states, or of loading where that is more (each process's own
-    copy, and the shards that are made of them).
+    copy, and the shards that are made of them), and of checkpoints.
 
     Not counted: the processes themselves, page cache, DeepSpeed's rounding of what it pins.
     Measured: Llama-2-70B, QLoRA, FSDP1 on 2 GPUs 88 of a published 107 GB (huggingface/peft docs/source/accelerate/
     fsdp.md), Llama-3-70B on 4 GPUs 93 of 127 GB (philschmid.de/fsdp-qlora-llama3): 8 to 9 GB a process are left.
     """
+    processes = -(-setup.num_gpus // num_nodes)
+    checkpoints = processes * offloaded_checkpoints_bytes(model, setup) if setup.activation_offload else 0
     if setup.offload == "none":
-        return 0
+        return checkpoints
     total = weights = 0
     for part in rank_parts(model, setup):
         state = engine_of(setup).state(part, setup, accumulated=setup.adds_gradients)
         total += part.num_ranks * (state.host_bytes + state.host_state_bytes(setup.optimizer))
-    loading = loading_host_bytes(model, setup, -(-setup.num_gpus // num_nodes))
+    loading = loading_host_bytes(model, setup, processes)
     if loading and setup.offload == "parameters":
         weights = SIZE_BYTES["fp32"] * model.num_params
-    return max(-(-total // num_nodes), loading + weights // num_nodes)
+    return checkpoints + max(-(-total // num_nodes), loading + weights // num_nodes)
+
+
+def offloaded_checkpoints_bytes(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of one rank's checkpoints in pinned memory: of its part of a cut sequence, in the types it computes in."""
+    return checkpointed_inputs_bytes(model, engine_of(setup).computes(setup))
 
 
 def loading_host_bytes(model: ModelSpec, setup: TrainSetup, num_processes: int) -> int:

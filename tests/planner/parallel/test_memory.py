@@ -23,6 +23,7 @@ from planner.memory.workspace import (
 )
 from planner.models.spec import ModelSpec
 from planner.options.stacks import STACKS
+from planner.planning.predict import memory_notes
 from planner.setup import TrainSetup
 from planner.setup.allowed import SHARDED
 from planner.setup.memory_terms import MemoryBreakdown
@@ -250,6 +251,25 @@ def test_offloaded_states_lie_on_the_host() -> None:
     assert per_parameter("zero2", "optimizer") == pytest.approx(18, rel=PADDING)
     assert per_parameter("zero3", "parameters") == pytest.approx(20, rel=PADDING)
     assert host_bytes_per_node(model, TrainSetup(**FULL, num_gpus=8, parallel="zero3"), 1) == 0
+
+
+def test_what_a_rank_keeps_beside_its_card_is_its_own_part() -> None:
+    """Offloaded checkpoints: an eighth of 2**20 tokens, 4,096 bf16 numbers each, in all 32 layers. Paged states of
+    ZeRO: 2 bytes a parameter of its shard (and the scales on the card)."""
+    model = loaded("meta-llama/Llama-3.1-8B")
+    setup = TrainSetup(
+        **FULL,
+        num_gpus=8,
+        parallel="fsdp2",
+        context_degree=8,
+        seq_len_tokens=1 << 20,
+        checkpointing=1,
+        activation_offload=True,
+    )
+    assert host_bytes_per_node(model, setup, 1) == 8 * (1 << 17) * 2 * 4096 * 32
+    paged = TrainSetup(method="full", lora_rank=0, optimizer="paged-adamw-8bit", num_gpus=8, parallel="zero3")
+    (note,) = (note for note in memory_notes(model, find_gpu("a100-40gb"), paged) if "paged" in note)
+    assert f"{2 * model.num_params / 8 / GIB:.2f} GiB of paged optimizer state" in note
 
 
 @pytest.mark.parametrize(
