@@ -148,7 +148,7 @@ def check(
             raise UsageError(f"{what} one file at a time", hint="give the file")
         # A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code.
         find_gpu(gpu)  # an unknown card is said once
-        file_findings = findings(file, gpu, request, limits)
+        file_findings = findings(file, gpu, request, limits, cluster)
         if answer.annotations == "sarif":
             print_json(sarif(file_findings), whole=True)
         elif answer.as_json:
@@ -168,7 +168,7 @@ def check(
         gpu,
         request,
         **vars(limits),
-        cluster=lambda card, num_gpus: replace(cluster, gpus=num_gpus).of(card),
+        cluster=cluster.of_file,
         data=data.checked(),
         dry_run=not answer.no_dry_run,
     )
@@ -376,10 +376,10 @@ def candidates(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory) -> Finding | None:
+def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory, cluster: options.JobGpus) -> Finding | None:
     """The answer for one file on the formula level; None where nothing in it trains."""
     try:
-        result, _, _ = checked(path, gpu, request, **vars(limits))
+        result, _, _ = checked(path, gpu, request, **vars(limits), cluster=cluster.of_file)
     except NotATraining:
         return None
     except NotPlanned as error:
@@ -404,11 +404,11 @@ def _line(name: str, place: str) -> int:
     return int(line) if file == name and line.isdigit() else 1
 
 
-def findings(place: Path, gpu: str, request: CheckRequest, limits: Memory) -> list[Finding]:
+def findings(place: Path, gpu: str, request: CheckRequest, limits: Memory, cluster: options.JobGpus) -> list[Finding]:
     """The answers for every training in a folder, or in one file, worst first; a file that a launch script of the
     folder starts is answered for as it is started there, where several start it as the worst of them."""
     paths = candidates(place) if place.is_dir() else [place]
-    answers = [answer for path in paths if (answer := finding(path, gpu, request, limits)) is not None]
+    answers = [answer for path in paths if (answer := finding(path, gpu, request, limits, cluster)) is not None]
     worst_first = [*OUTCOMES]
     starts: dict[str, Finding] = {}
     for answer in sorted(answers, key=lambda entry: worst_first.index(entry.outcome)):

@@ -91,14 +91,14 @@ def checked(
     *,
     memory_gib: float | None = None,
     headroom: float | None = None,
-    cluster: Callable[[GpuSpec, int], Cluster | None] = lambda card, num_gpus: None,
+    cluster: Callable[[GpuSpec, ReadConfig], Cluster | None] = lambda card, config: None,
     data: DataOptions = NO_DATA_OPTIONS,
     dry_run: bool = False,
 ) -> tuple[CheckResult, ModelSpec, Predict]:
     """The answer for one config, with its model and the prediction that it stands on.
 
     Args:
-        cluster: so many GPUs of a kind with their links.
+        cluster: the GPUs of a config with their links.
         data: the samples that it trains on, where they are known.
         dry_run: whether a dry run of the config corrects the formula.
 
@@ -107,7 +107,7 @@ def checked(
     """
     config, spec, card = load(file, gpu, request)
     memory, reserve = memory_and_headroom(card, memory_gib, headroom)
-    links, setup = cluster(card, config.setup.num_gpus), config.setup
+    links, setup = cluster(card, config), config.setup
     stats = read_samples(data, spec, setup) if data.dataset is not None else None
     predicted = predictor(spec, card, links, planned=config.planned)
     if dry_run:

@@ -132,9 +132,7 @@ def _by_setting(
         request = CheckRequest.of(
             assume=packages, sets=sets, model=model, num_gpus=cluster.gpus or 1, says_gpus=cluster.gpus is not None
         )
-        result, _, predict = checked(
-            path, gpu, request, cluster=lambda card, num_gpus: replace(cluster, gpus=num_gpus).of(card)
-        )
+        result, _, predict = checked(path, gpu, request, cluster=cluster.of_file)
         return result, predict
 
     (file, other), (old, new) = files, versions

@@ -24,6 +24,7 @@ from planner.setup import allowed as fields
 from planner.setup.packages import PACKAGED
 
 if TYPE_CHECKING:
+    from planner.frameworks.readers.types import ReadConfig
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
     from planner.models.spec import ModelSpec
 
@@ -259,6 +260,12 @@ class JobGpus:
     def of(self, card: GpuSpec) -> "Cluster | None":
         """The cluster of such cards, None for one."""
         return cluster_of(card, self.gpus, self.nodes, self.interconnect)
+
+    def of_file(self, card: GpuSpec, config: "ReadConfig") -> "Cluster | None":
+        """The cluster of a file's GPUs, in the nodes that its launch names where the command line names none."""
+        num_gpus, nodes = config.setup.num_gpus, config.num_nodes
+        named = self.nodes or (nodes if nodes and num_gpus % nodes == 0 else None)
+        return cluster_of(card, num_gpus, named, self.interconnect)
 
 
 def cluster_of(gpu: GpuSpec, gpus: int | None, nodes: int | None, interconnect: str | None) -> "Cluster | None":

@@ -405,19 +405,16 @@ def test_the_model_that_was_planned_for_is_shown(checked: Checked) -> None:
 
 
 def test_the_processes_of_a_launch_config_count(tmp_path: Path, checked: Checked) -> None:
-    """The links are those of its GPUs, and another number of GPUs on the command line is not dropped in silence."""
-    launch, speeds = tmp_path / "launch.yaml", []
-    launch.write_text("distributed_type: MULTI_GPU\nnum_processes: 16\nmixed_precision: bf16\n")
-    for more in (["--gpus", "4"], ["--nodes", "2"], ["--nodes", "2", "--interconnect", "ethernet-10"]):
+    """The links are those of its GPUs and machines; the command line goes over it, as `accelerate launch`'s does."""
+    launch, speeds = tmp_path / "launch.yaml", {}
+    launch.write_text("distributed_type: MULTI_GPU\nnum_processes: 16\nnum_machines: 4\nmixed_precision: bf16\n")
+    for more in (["--gpus", "4"], ["--nodes", "4"], [], ["--nodes", "2"], ["--interconnect", "ethernet-10"]):
         code, out, _ = checked(TRL, "--json=full", "--accelerate", str(launch), *more, gpu="a100-80gb")
         assert code in (0, 1, 3)
         document = json.loads(out)
-        assert document["setup"]["num_gpus"] == 16
-        assert any("--gpus 4 is not followed" in assumption for assumption in document["assumptions"]) == (
-            "--gpus" in more
-        )
-        speeds.append(document["prediction"]["tokens_per_s"])
-    assert speeds[2] < speeds[1]
+        assert document["setup"]["num_gpus"] == (4 if "--gpus" in more else 16)
+        speeds[" ".join(more)] = document["prediction"]["tokens_per_s"]
+    assert speeds["--interconnect ethernet-10"] < speeds[""] == speeds["--nodes 4"] < speeds["--nodes 2"]
 
 
 def test_names_and_outputs_of_any_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -507,6 +507,7 @@ WORDS = "train.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --ma
         ("", "deepspeed --num_nodes 2 --num_gpus 4", 8),
         ("", "accelerate launch --num_machines $SLURM_NNODES --num_processes $((SLURM_NNODES * 4))", 8),
         ("", "accelerate launch --num_machines 2 --num_processes $((SLURM_NNODES * (16 / 4)))", 8),
+        ("", r"accelerate launch --num_machines 2 --num_processes $(expr $SLURM_NNODES \* 4)", 8),
         ("", "torchrun --nnodes 1:4 --nproc_per_node 4", 4),
         ("", "torchrun --standalone --nproc_per_node 4", 4),
     ],
@@ -521,10 +522,8 @@ def test_a_jobs_gpus_are_those_of_all_its_nodes(setting: str, launch: str, num_g
     job = tmp_path / "job.sbatch"
     job.write_text(JOB.format(setting=setting, launch=f"{launch} {WORDS}"))
     config = read_config(job)
-    assert config.setup.num_gpus == num_gpus
-    assert any("on 2 nodes" in assumption for assumption in config.assumptions) == (
-        num_gpus == 8 and "accelerate" not in launch
-    )
+    assert (config.setup.num_gpus, max(1, config.num_nodes)) == (num_gpus, num_gpus // 4)
+    assert any("on 2 nodes" in assumption for assumption in config.assumptions) == (num_gpus == 8)
 
 
 ACCELERATE = "distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 6\n"
@@ -585,6 +584,16 @@ def test_the_processes_that_a_tool_hands_on_are_counted(
         (tmp_path / name).write_text(text)
     setup = read_config(tmp_path / "run.sh").setup
     assert (setup.num_gpus, setup.parallel) == (num_gpus, parallel)
+
+
+def test_what_the_shell_puts_over_a_launch_config_is_not_the_configs(tmp_path: Path) -> None:
+    """alignment-handbook's `recipes/launch.slurm`, open-r1's `slurm/train.slurm`: the file is of one node."""
+    (tmp_path / "own.yaml").write_text(ACCELERATE.replace("MULTI_GPU", "DEEPSPEED"))
+    script = tmp_path / "run.sh"
+    steps = "--gradient_accumulation_steps $(grep steps t.yaml | awk '{print $2}')"
+    script.write_text(f"{LAUNCH_OWN} {steps} --num_processes $WORLD_SIZE -m trl.scripts.sft {TRL_WORDS}")
+    assert read_config(script, num_gpus=16).setup.num_gpus == 16
+    assert "num_gpus" in {gap.field for gap in read_config(script).missing}
 
 
 OF_FSDP = "{activation_checkpointing: true}"

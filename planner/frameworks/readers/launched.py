@@ -69,13 +69,12 @@ class Launches:
             if len(launches) > 1:
                 assumptions = [f"{name} launches {len(launches)} runs: the first that can be read is taken"]
             reading = with_launcher(with_segments(reading, command, tried), command, tried)
-            if command.num_nodes > 1:
-                assumptions.append(
-                    f"{command.num_gpus} GPUs on {command.num_nodes} nodes, linked as plan --gpus takes them"
-                )
+            num_nodes = reading.num_nodes if command.num_nodes == 1 else command.num_nodes
+            if num_nodes > 1:
+                assumptions.append(f"{reading.setup.num_gpus} GPUs on {num_nodes} nodes, as the launch says")
             assumptions += reading.assumptions
             started = reading.started | tried.read
-            return replace(reading, path=name, assumptions=tuple(assumptions), started=started)
+            return replace(reading, path=name, assumptions=tuple(assumptions), started=started, num_nodes=num_nodes)
         raise min(problems, key=weight)
 
     def of_command(self, command: shell.Command, around: FileContext) -> ReadConfig:
@@ -226,7 +225,8 @@ class Launches:
 def _launched(read: Callable[[FileContext], ReadConfig], command: shell.Command, around: FileContext) -> ReadConfig:
     none = "{}" if command.layout else None
     launcher = around.read_by_suffix(command.launcher) if command.launcher else none
-    return read(around) if launcher is None else under_launcher(read, launcher, around, command.layout)
+    words = {**command.layout, **({"num_processes": around.num_gpus} if command.open_gpus else {})}
+    return read(around) if launcher is None else under_launcher(read, launcher, around, words)
 
 
 def under_launcher(
@@ -257,6 +257,7 @@ def under_launcher(
     return replace(
         inner,
         setup=setup,
+        num_nodes=settings.integer("num_machines", 0),
         missing=tuple(entry for entry in inner.missing if entry.field not in OF_LAUNCHER),
         reentrant=inner.reentrant and not by_fsdp,
         refusals=(*refusals, *([common.CHECKPOINTED_TWICE] if twice else [])),

@@ -49,7 +49,7 @@ def parse_launcher(launcher: str, words: Sequence[str], shown: int | None) -> La
             num_gpus = int(value) or shown
         elif flag in (*LAUNCHERS[launcher], *NODES) and value and not re.fullmatch(r"[\d:]+", value):
             open_ = "" if shown and value in OF_MACHINE else f"{flag} {value}"
-        if launcher != "accelerate" and flag in NODES and value.isdigit():
+        if flag in NODES and value.isdigit():
             num_nodes = int(value) or 1
         if flag == "--include" and value.count(":") == 1:
             num_gpus = value.count(",") + 1
@@ -63,7 +63,7 @@ def parse_launcher(launcher: str, words: Sequence[str], shown: int | None) -> La
     layout = _as_file(flags)
     if not config:
         layout = {**layout, "num_processes": num_gpus or 0} if "distributed_type" in layout else {}
-    gpus = num_gpus * num_nodes if num_gpus else None
+    gpus = num_gpus * (1 if launcher == "accelerate" else num_nodes) if num_gpus else None
     return LauncherArguments(gpus, num_nodes if num_gpus else 1, config, words[index:], open_, layout)
 
 
@@ -77,6 +77,8 @@ def _as_file(words: Mapping[str, str]) -> dict[str, Any]:
     """
     file, processes = words.get("deepspeed_config_file"), words.get("num_processes", "")
     deepspeed = {key: words[key] for key in OF_DEEPSPEED & words.keys()}
+    if not deepspeed.get("gradient_accumulation_steps", "1").isdigit():  # grepped from the trainer's own file, say
+        del deepspeed["gradient_accumulation_steps"]
     says = {
         "distributed_type": "DEEPSPEED" if "use_deepspeed" in words or file else "FSDP" * ("use_fsdp" in words),
         "deepspeed_config": {"deepspeed_config_file": file} if file else deepspeed,

@@ -166,7 +166,8 @@ BY_TRANSFORMERS = (*TRAINERS, swift.FORMAT)
 
 def _read(text: str, name: str, around: FileContext, launcher: str | None = None) -> ReadConfig:
     if launcher is not None:
-        return under_launcher(lambda inside: _read(text, name, inside), launcher, around)
+        words = {"num_processes": around.num_gpus} if around.num_gpus > 1 else {}  # as `accelerate launch` takes them
+        return under_launcher(lambda inside: _read(text, name, inside), launcher, around, words)
     reading = _of_kind(text, name, around)
     return replace(reading, planned=True) if _HEADER.search(text) else reading
 

@@ -537,7 +537,7 @@ def _expanded(words: list[str], variables: dict[str, str]) -> list[str]:
             expanded += shlex.split(variables.get("@", ""))
             continue
         filled = _filled(word, variables)
-        alone = _USE.fullmatch(word) is not None
+        alone = _USE.fullmatch(word) is not None and not re.fullmatch(r"-\w*c", "".join(expanded[-1:]))  # bash -c "$A"
         filled_words = _words(filled.replace("\n", " ")) if alone and re.search(r"\s", filled) else [filled]
         expanded += [part for part in filled_words if part or not word]  # '' is a word, an empty variable is none
     return expanded
@@ -590,7 +590,7 @@ def _filled(word: str, variables: dict[str, str]) -> str:
         return current if name in variables else match[0]
 
     def summed(match: re.Match[str]) -> str:
-        text = match[1] or match[2] or ""
+        text = (match[1] or match[2] or "").replace("\\", "")  # `expr 2 \* 4`
         bare = re.sub(r"(?<![\w$])([A-Za-z_]\w*)", lambda name: variables.get(name[1], name[1]), text)
         return _sum(_USE.sub(value, bare)) or match[0]
 

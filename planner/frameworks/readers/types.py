@@ -152,6 +152,7 @@ class ReadConfig:
             what was trained being there still; "" twice: it does not.
         sources: files that a program takes settings or code from, as it names them.
         started: files that were read because the file's launch starts them, or names them.
+        num_nodes: machines that its launch is on, 0 where nothing says.
         planned: whether a plan wrote the file, for versions and an allocator that its launch sets.
         through: the program that takes its settings from the file, with its words (None: none are said), where it was
             read by that; None: by itself.
@@ -184,6 +185,7 @@ class ReadConfig:
     loaded_again: tuple[str, str] = ("", "")
     sources: tuple[str, ...] = ()
     started: frozenset[Path] = frozenset()
+    num_nodes: int = 0
     planned: bool = False
     through: tuple[Path, tuple[str, ...] | None] | None = None
 
