@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
 from planner.core.records import dataclass
+from planner.core.shipped import model_types
 
 T = TypeVar("T")
 _NOT_YET = object()
@@ -41,27 +42,6 @@ READ_BOTH_WAYS = frozenset({
     "xlm-roberta-xl",
 })  # fmt: skip
 """Types whose models are encoders alone; of the others, those that are built to fill masks."""
-
-UNSCORED = frozenset({
-    "afmoe", "apertus", "aria_text", "bailing_hybrid", "bamba", "beam", "bert-generation", "bitnet", "blenderbot",
-    "blenderbot-small", "blt", "codegen", "cohere", "cohere2", "cohere2_moe", "cpmant", "cwm", "dbrx",
-    "deepseek_v32", "deepseek_v4", "dots1", "dots3_note", "dots3_note_text", "emu3", "ernie4_5", "ernie4_5_moe",
-    "exaone_moe", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "fuyu", "gemma3n", "gemma3n_text", "gemma4",
-    "gemma4_assistant", "gemma4_text", "gemma4_unified", "gemma4_unified_assistant", "gemma4_unified_text", "git",
-    "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "got_ocr2", "gpt_neox_japanese", "granite", "granite_swa",
-    "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hrm_text", "hy_v3", "hy_v4",
-    "hyperclovax", "idefics3", "inkling2_text", "inkling_text", "internlm3", "internvl", "iquestcoder", "jais2",
-    "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama4", "llama4_text", "llava",
-    "longcat_flash", "mamba", "mamba2", "marian", "mellum", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text",
-    "mllama", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "nanochat", "nemotron_h",
-    "olmo_hybrid", "olmoe", "pegasus", "phi4_multimodal", "prophetnet", "qwen2_5_vl", "qwen2_vl", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_vl", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "smolvlm",
-    "solar_open", "trocr", "vaultgemma", "whisper", "xglm", "xlstm", "youtu", "zaya",
-})  # fmt: skip
-"""Types of which transformers builds text, but no class that scores a sequence.
-
-Source: transformers 5.23 `models/auto/modeling_auto.py` MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -455,7 +435,7 @@ class ModelSpec:
     @property
     def unscored(self) -> str:
         """Why it is trained to no score of a sequence, "" where it may be."""
-        if self.model_type not in UNSCORED:
+        if self.model_type not in model_types("unscored"):
             return ""
         return f"transformers has no class of {self.model_type} that scores (AutoModelForSequenceClassification)"
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from planner.core.records import dataclass
+from planner.core.shipped import model_types
 from planner.options.stacks import TARGET_ROWS, written_by
 
 
@@ -69,19 +70,12 @@ them is switched off in what is written here.
 Source: `_apply_liger_kernel_to_instance` of liger-kernel 0.8.5 on transformers 5.23, applied to one model of each type
 (tools/liger_parts.py): modules whose forward it replaced, and the module's `apply_rotary_pos_emb`.
 """
-LIGER_LOSS = frozenset({
-    "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text",
-    "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl",
-    "llama", "llama4", "llama4_text", "llava", "ministral", "mistral", "mixtral", "mllama", "mllama_text_model",
-    "muse_glimmer", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text",
-    "qwen2_vl", "qwen2_vl_text", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-    "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smollm3", "smolvlm",
-})  # fmt: skip
+LIGER_LOSS = model_types("liger_loss")
 """Model types whose loss Liger fuses with the head. For any other a trainer's Liger switch leaves the logits held in
 full, and says so in a log line at most; for Granite it patches layers and refuses the fused loss.
 
 Source: liger-kernel 0.8.5 `transformers/monkey_patch.py` MODEL_TYPE_TO_APPLY_LIGER_FN, whose functions fuse it unless
-they are told not to (tests/planner/test_kernel_families.py reads them).
+they are told not to.
 """
 FUSED_LORA = frozenset({"gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3"})
 """Model types whose attention and MLP both Axolotl and Unsloth run as fused LoRA functions.

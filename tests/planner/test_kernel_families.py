@@ -1,9 +1,7 @@
 """Kernel families: what they keep, where they run, what files say of them, what files are read as."""
 
-import ast
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,27 +53,6 @@ def unprofiled() -> ModelSpec:
 
 def kept(setup: TrainSetup, name: str = LLAMA) -> dict[str, int]:
     return activation_parts(loaded(name), GPU, setup).stored
-
-
-def test_liger_fuses_the_loss_of_the_types_that_its_own_table_has() -> None:
-    package = find_spec("liger_kernel")
-    if package is None or package.origin is None:
-        pytest.skip("liger-kernel is not installed here")
-    tree = ast.parse((Path(package.origin).parent / "transformers" / "monkey_patch.py").read_text())
-    fuses = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            names = [argument.arg for argument in node.args.args][-len(node.args.defaults) or 1 :]
-            defaults = dict(zip(names, map(ast.unparse, node.args.defaults), strict=False))
-            fuses |= {node.name} if defaults.get("fused_linear_cross_entropy") == "True" else set()
-    (table,) = (
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN"
-    )
-    assert isinstance(table, ast.Dict)
-    pairs = zip(table.keys, table.values, strict=True)
-    assert {ast.literal_eval(key) for key, value in pairs if key and ast.unparse(value) in fuses} == LIGER_LOSS
 
 
 AXOLOTL = "base_model: {}\nadapter: qlora\nload_in_4bit: true\nmicro_batch_size: 1\nsequence_len: 2048\nlora_r: 8\n"

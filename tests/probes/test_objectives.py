@@ -11,9 +11,7 @@ import pytest
 from benchmarks.trace_vs_dryrun import config_of
 from planner.hardware.gpus import find_gpu
 from planner.memory.states import weight_bytes
-from planner.models import catalogue
 from planner.models.families import spec_from_config
-from planner.models.spec import UNSCORED
 from planner.options.objectives import OBJECTIVES
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
@@ -85,16 +83,6 @@ def test_generation_is_followed_where_layers_with_a_window_get_a_mask_of_all_the
 
 def test_a_reference_is_built_without_selective_checkpoints() -> None:
     agreed("dpo", {"method": "full", "precision": "bf16-mixed", "selective_checkpointing": True})
-
-
-def test_every_type_that_nothing_scores_is_known() -> None:
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    )
-
-    types = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(entry.model_type for entry in catalogue.entries())}
-    assert types - set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES) == UNSCORED
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 The parts are cut by `planner.memory.rank_part`.
 """
 
+from planner.core.shipped import model_types
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.rank_part import RankPart
 from planner.memory.states import COMPUTE, Allocation, gradient_allocation, weight_allocation
@@ -12,10 +13,6 @@ from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 
-_NO_EXPERT_PLAN = frozenset({"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"})
-"""Model types with routed experts for which transformers 5.23 has no `ep_dispatch_experts` rule."""
-_DENSE_EXPERT_PLAN = frozenset({"gemma4", "gemma4_text", "diffusion_gemma"})
-"""Those whose plan also splits dense matrices over the experts' GPUs."""
 _TENSOR_ROLES = frozenset({"q", "k", "v", "o", "gate", "up", "gate_up", "down", "router"})
 
 
@@ -151,12 +148,12 @@ def experts_refuse(model: ModelSpec, setup: TrainSetup) -> str:
     stacks = model.expert_stacks
     if not stacks:
         return f"{model.model_type} has no stacked experts that could be dealt out over GPUs"
-    if model.model_type in _NO_EXPERT_PLAN:
+    if model.model_type not in model_types("expert_plan"):
         return (
             f"transformers has no plan that dispatches {model.model_type}'s tokens to experts elsewhere (5.23 "
             "base_model_ep_plan)"
         )
-    if model.model_type in _DENSE_EXPERT_PLAN:
+    if model.model_type in model_types("dense_expert_plan"):
         return (
             f"transformers' expert plan of {model.model_type} also splits dense matrices over the experts' GPUs, which "
             "its FSDP2 cannot shard again (5.23, tried: overlapping meshes)"
