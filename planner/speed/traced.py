@@ -15,7 +15,7 @@ from planner.speed.rates import card_band, card_rates
 from planner.speed.roofline.rented import BETWEEN_S, COLLATED_TOKEN_S
 from planner.speed.timeline import Loop, host_notes, run_time
 
-_RECOMPUTE, _NUM = ISSUERS.index("recompute"), len(ISSUERS)
+_FORWARD, _RECOMPUTE, _NUM = ISSUERS.index("forward"), ISSUERS.index("recompute"), len(ISSUERS)
 _SHOWN = 20
 
 
@@ -34,7 +34,7 @@ class TracedSpeed:
     """The predicted speed of a program's own step.
 
     Attributes:
-        tokens_per_s: by the rows that it looks up in its largest embedding; None where it looks up none.
+        tokens_per_s: by the rows that it looks up in its largest embedding to train on; None where it looks up none.
         mfu_fraction: products and attention but what is recomputed, over the data sheet's 16-bit rate.
         parts_s, phases_s: see `planner.speed.timeline.RunTime`.
         by_line, by_module: the dearest first; modules of equal layers together.
@@ -91,11 +91,12 @@ def _times(program: Program) -> dict[int, int]:
 
 
 def _tokens(program: Program, times: Mapping[int, int]) -> float:
-    """Rows looked up in the embedding with the most of them, recomputation aside."""
+    """Rows that forwards which record a graph look up in the embedding with the most of them: what a reference or a
+    generation reads is not trained on."""
     rows: dict[tuple[int, ...], float] = defaultdict(float)
     for call, count in times.items():
         operator = program.operators[call // _NUM]
-        if operator.name.startswith("aten.embedding.") and call % _NUM != _RECOMPUTE and len(operator.inputs) > 1:
+        if operator.name.startswith("aten.embedding.") and call % _NUM == _FORWARD and len(operator.inputs) > 1:
             rows[operator.inputs[0].shape] += count * operator.inputs[1].numel
     return rows[max(rows)] if rows else 0.0
 

@@ -35,12 +35,17 @@ class Net(nn.Module):
         return out
 
 
-def train(phantom: Phantom, *, steps: int = 2, micro_batches: int = 1, looks: bool = False) -> None:
+def train(
+    phantom: Phantom, *, steps: int = 2, micro_batches: int = 1, looks: bool = False, reference: bool = False
+) -> None:
     model = Net().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(steps):
         for _ in range(micro_batches):
             ids = torch.zeros(SEQS, TOKENS, dtype=torch.int64, device="cuda")
+            if reference:
+                with torch.no_grad():
+                    model(ids)
             loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
             loss.backward()
             if looks:
@@ -78,6 +83,13 @@ def test_more_micro_batches_take_as_much_more(phantom: Phantom) -> None:
     three = traced_speed(summary(phantom, "done").program or {}, GPU)
     assert three.tokens_per_s == pytest.approx(3 * SEQS * TOKENS / three.step_time_s)
     assert 2.2 < three.step_time_s / single.step_time_s < 3.0  # one optimizer step
+
+
+def test_tokens_of_a_reference_are_not_trained_on(phantom: Phantom) -> None:
+    """TRL's DPO was said to train twice its tokens."""
+    train(phantom, reference=True)
+    speed = traced_speed(summary(phantom, "done").program or {}, GPU)
+    assert speed.tokens_per_s == pytest.approx(SEQS * TOKENS / speed.step_time_s)
 
 
 def test_a_look_at_the_loss_is_a_wait(phantom: Phantom) -> None:
