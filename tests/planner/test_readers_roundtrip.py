@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from planner.frameworks.exporters import EXPORTERS, Launch, accelerate
+from planner.frameworks.exporters import EXPORTERS, Launch
 from planner.frameworks.exporters.install import install_calls
 from planner.frameworks.readers import FileContext, ReadConfig, canonical, read_text
 from planner.models import catalogue
@@ -22,14 +22,14 @@ TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth", "torchtitan")
 
 
 def read_back(launch: Launch, setup: TrainSetup, folder: Path) -> ReadConfig:
-    """The first of a launch's files, beside the others where it names them, under its launcher's."""
+    """The first of a launch's files, beside the others where it names them, as its head starts it: on how many GPUs
+    layers lie that one process spreads only the machine knows."""
     for file in launch.files[1:]:
         if not file.path.endswith(BESIDE):
             (folder / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
             (folder / "launch" / file.path).write_text(file.text)
-    launcher = next((file.text for file in launch.files if file.path.endswith(accelerate.NAME)), None)
-    around = FileContext(num_gpus=setup.num_gpus, roots=(folder,))
-    return read_text(launch.files[0].text, launch.files[0].path, around=around, launcher=launcher)
+    around = FileContext(num_gpus=setup.num_gpus if setup.parallel == "device-map" else 1, roots=(folder,))
+    return read_text(launch.files[0].text, launch.files[0].path, around=around)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -73,7 +73,10 @@ def read_text(
         ConfigError: not a config of a known tool, or a wrong one.
     """
     inside = replace(around or FileContext(), model=model, base=base)
-    reading = _read(text, name, inside, launcher or _named_launcher(text, name, inside))
+    if (launch := _own_launch(text, name, inside)) is not None:
+        inside = replace(inside, num_gpus=launch.num_gpus or inside.num_gpus)
+        launcher = launcher or (inside.read_by_suffix(launch.launcher) if launch.launcher else None)
+    reading = _read(text, name, inside, launcher)
     of_format = STACK_OF.get(reading.format, reading.setup.stack)
     stack = reading.setup.stack if reading.setup.stack.startswith(of_format) else of_format  # or a form of it
     default = reading.setup.checkpointing > 0 and (STACKS[stack].reentrant_checkpointing or reading.reentrant)
@@ -105,14 +108,14 @@ _HEADER = re.compile(rf"^# {WRITTEN}\d.*?^# {LAUNCH}(.*?)$", re.MULTILINE | re.D
 """The head of a plan's own file, with the command that starts it."""
 
 
-def _named_launcher(text: str, name: str, around: FileContext) -> str | None:
-    """The Accelerate config that a plan's own file is started with, as its head says; None: with none."""
+def _own_launch(text: str, name: str, around: FileContext) -> shell.Command | None:
+    """How a plan's own file is started, as its head says; None: it says nothing of it."""
     launches: Sequence[shell.Command] = ()
     if head := _HEADER.search(text):
         with suppress(NotATraining):  # the Accelerate config itself starts whatever SCRIPT is
             launches = shell.commands(head[1], name, around.num_gpus)
-    launchers = (launch.launcher for launch in launches if launch.target.endswith(f"/{name}") and launch.launcher)
-    return next(map(around.read_by_suffix, launchers), None)
+    words = ((launch, word) for launch in launches for word in (launch.target, *launch.arguments))
+    return next((launch for launch, word in words if word.endswith(f"/{name}")), None)
 
 
 def _with_segments(reading: ReadConfig, text: str, name: str) -> ReadConfig:
