@@ -17,7 +17,6 @@ FORMAT = "trl"
 
 def read(settings: Settings) -> ReadConfig:
     """The setup of a TRL config."""
-    settings.note_unknown(versions.accepted(FORMAT), TRL)
     values, objective = settings.values, _objective(settings)
     # whose defaults hold: of the versions that are named, else of the newest that can run the file
     named = settings.outside.versions
@@ -25,6 +24,10 @@ def read(settings: Settings) -> ReadConfig:
     defaults = versions.trl(named.get("trl"), bound)
     if defaults.assumed:
         settings.assume(defaults.taken)
+    older = (
+        key for key, until in versions.TRL_PREFERENCE_CONFIG_KEYS.items() if defaults.version <= versions.parsed(until)
+    )
+    settings.note_unknown(versions.accepted(FORMAT).union(older), TRL)
     of_transformers = versions.transformers(named.get("transformers"), values, defaults)
     kwargs = settings.block("model_init_kwargs")
     inside = not settings.has("attn_implementation") and kwargs.has("attn_implementation")
@@ -152,7 +155,7 @@ def loss_of(objective: Objective, defaults: versions.TrlDefaults, settings: Sett
     for key in BEYOND_PAIRS:
         if settings.raw(key) not in (None, False):
             settings.approximate(f"{key} of {defaults.label} is not counted")
-    settings.assume(f"{defaults.label} makes whole logits, which TRL 1.15 and later never hold (--assume trl==1.16)")
+    settings.assume("whole logits are counted, which TRL from 1.15 on never holds (--assume trl==1.16)")
     return {"loss": "full", "trl_version": ".".join(map(str, version))}
 
 

@@ -82,10 +82,15 @@ TRL_PREFERENCE_TRAINER_KEYS = {
 }
 """Keywords of the trainers of preferences -> the newest TRL that takes them there."""
 TRL_PREFERENCE_CONFIG_KEYS = {
-    **dict.fromkeys(("max_prompt_length", "max_target_length", "label_pad_token_id"), "0.28"),
+    **dict.fromkeys(
+        ("max_prompt_length", "max_target_length", "label_pad_token_id", "rpo_alpha", "use_logits_to_keep",
+         "reference_free", "force_use_ref_model", "model_adapter_name", "ref_adapter_name"),
+        "0.28",
+    ),
+    "use_liger_loss": "0.27",
     "evaluation_strategy": "0.11",
-}
-"""Fields of their configurations -> the newest TRL that has them (DPOConfig; KTO's and GRPO's lost them before)."""
+}  # fmt: skip
+"""Fields of their configurations -> the newest TRL that has them (DPOConfig; KTO's and GRPO's lost most before)."""
 TRL_NAMES = {"DataCollatorForCompletionOnlyLM": "0.19", "ConstantLengthDataset": "0.19", "setup_chat_format": "0.25"}
 """What programs import from `trl` -> the newest TRL that has it (the wheels of 0.18.2 to 1.12)."""
 NOT_IN_TRANSFORMERS_5 = frozenset({
