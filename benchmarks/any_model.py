@@ -52,6 +52,9 @@ KINDS: Mapping[str, tuple[str, float]] = {
     "mixers": ("without: other mixers of tokens than softmax", MIXER_BAND),
 }
 """What is known of a type -> words, the band of its formula (0: by setup)."""
+LATER = shared.DATA / "any_model_later.jsonl"
+"""Types of releases that came after the tested one, run with those (`--out`), each once and before anything was mended
+for it."""
 PAGE = shared.DOCS / "accuracy" / "any-model.md"
 _INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
             "indexer_compress_ratio": 4}  # fmt: skip
@@ -280,6 +283,7 @@ def page(lines: Sequence[Mapping[str, Any]]) -> str:
         ),
         formula="\n".join(_formula_rows(passing)),
         first=_first_row(passing_strangers),
+        later="\n".join(_later_rows(rows_so_far(LATER))),
     )
 
 
@@ -308,6 +312,14 @@ CPU seconds of a type, the libraries loaded and what stands beside the plan left
 | type | stops at | why |
 |---|---|---|
 {failing}
+
+## Types of releases that nobody here had seen
+
+Run once, with that release beside the tested versions of all else, before anything was mended for it.
+
+| transformers | types that it brought | pass | dry run against the formula: median, worst | outside the band |
+|---|--:|--:|--:|---|
+{later}
 
 ## The dry run of the chosen setup against the formula, allocated peak
 
@@ -347,6 +359,16 @@ def _formula_rows(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         out = [line["type"] for line, error, most in zip(part, errors, bands, strict=True) if abs(error) > most]
         shown = f"±{band:.0%}" if band else "±4 to ±10 %"
         yield f"| {words} | {len(part)} | {_layout(errors, 0.9)} | {shown} | {len(out)}: {', '.join(out)} |"
+
+
+def _later_rows(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for release in sorted({line["transformers"] for line in lines}):
+        part = [line for line in lines if line["transformers"] == release]
+        errors = {line["type"]: 1 / (1 + line["formula_error"]) - 1 for line in part if passes(line)}
+        out = [line["type"] for line in part if abs(errors.get(line["type"], 0.0)) > line["formula_band"]]
+        median, worst = statistics.median(map(abs, errors.values())), max(errors.values(), key=abs)
+        names = ", ".join(line["type"] for line in part)
+        yield f"| {release} | {names} | {len(errors)} of {len(part)} | {median:.1%}, {worst:+.1%} | {', '.join(out)} |"
 
 
 def _first_row(lines: Sequence[Mapping[str, Any]]) -> str:
