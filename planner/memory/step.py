@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from planner.core.units import MIB
 from planner.hardware.gpu import GpuSpec
-from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.memory.micro_batch import (
     ActivationParts,
     ReferenceForward,
@@ -206,6 +206,13 @@ Source: experts4bit-qlora 0.58.1 `engines/chunked_lm_loss.py` AUTO_MIN_LOGITS_BY
 """
 
 
+def head_copies(dtypes: DtypePolicy, setup: TrainSetup) -> tuple[int, ...]:
+    """Sizes of the copies that a piece of TRL's older chunked loss makes of the head: in fp32, then autocast's."""
+    widened = (4,) if setup.widens_head and dtypes.table != "fp32" else ()
+    cast = dtypes.autocast is not None and (widened or dtypes.autocast != dtypes.table)
+    return (*widened, SIZE_BYTES[dtypes.autocast]) if dtypes.autocast and cast else widened
+
+
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
     dtypes, by, objective = step_dtype_policy(model, setup), setup.trainer, setup.objective_spec
@@ -219,7 +226,7 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         head_trained=setup.trains_everything or bool(set(setup.modules_to_save) & set(SAVED_HEADS)),
         softcap=model.logit_softcap,
         head_cast=dtypes.autocast not in (None, dtypes.table),
-        upcast=by.upcasts_logits and not model.is_encoder_decoder,
+        upcast=setup.upcasts_logits and not model.is_encoder_decoder,
         narrow=model.is_encoder_decoder and dtypes.autocast is not None,
         chunks=by.num_chunks(setup.tokens_per_micro_batch),
         in_place=by.in_place_loss,
@@ -232,6 +239,9 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         upcast_early=(by.transformers_loss or by.shifted_loss) and setup.before_transformers(4, 46),
         log_probs=setup.log_probs,
         copies_shifted=several and (by.shifted_loss or setup.copies_logits),
+        head_bytes=SIZE_BYTES[dtypes.table],
+        head_copies=head_copies(dtypes, setup) if setup.checkpointed_loss else None,
+        piece_bytes=SIZE_BYTES[dtypes.autocast or "fp32"] if setup.widens_head else 4,
     )
     if objective.whole_logits is not None and LOSSES[setup.loss].whole_logits:
         return objective.whole_logits(shape, setup.stack)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import ClassVar, final
 
 from planner.core.records import dataclass
@@ -10,6 +11,8 @@ TRL_TOKEN_CHUNK = 4096
 """Tokens per tile of TRL's fused head. Source: TRL 1.16 `trl/kernels/chunked_logprob.py` TOKEN_CHUNK_SIZE."""
 TRL_VOCAB_CHUNK = 32768
 """Vocabulary width of a tile. Source: TRL 1.16 `trl/trainer/utils.py` _CHUNKED_LOGPROB_CHUNK_SIZE."""
+TRL_CHECKPOINTED_CHUNK = 256
+"""Tokens per piece of its loss before that head. Source: TRL 1.14.2 `sft_trainer.py` _CHUNKED_LM_HEAD_CHUNK_SIZE."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +61,9 @@ class LossShape:
         upcast_early: the model itself upcasts its logits, whose 16-bit form is gone by then (transformers before 4.46).
         log_probs: how an older TRL takes log-probabilities of them (`SetupValues.log_probs`).
         copies_shifted: the loss copies all logits but the last ones (before 4.49).
+        head_bytes: size of one element of the head's weight.
+        head_copies: sizes of the copies that each checkpointed piece of the chunked loss makes of that weight, one from
+            the other (`SetupValues.checkpointed_loss`); None: TRL's own kernels. piece_bytes: of one logit there.
     """
 
     tokens: int
@@ -81,6 +87,9 @@ class LossShape:
     upcast_early: bool = False
     copies_shifted: bool = False
     log_probs: str = ""
+    head_bytes: int = 2
+    head_copies: tuple[int, ...] | None = None
+    piece_bytes: int = 4
 
     @property
     def cast_bytes(self) -> int:
@@ -210,6 +219,29 @@ def _cut(shape: LossShape, extra_bytes: int) -> LossChain:
     )
 
 
+def _checkpointed(shape: LossShape, copies: tuple[int, ...]) -> LossChain:
+    """TRL's chunked loss before 1.15. The forward holds all copies of the head at the product, later logits,
+    log-softmax, its exponentials and their product; the backward the last copy, which the rows' gradient needs, and
+    three of these. A trained head's gradient goes back through every copy and is added to that of the pieces before.
+
+    Source: trl 1.10 and 1.14.2 `sft_trainer.py` _chunk. Measured: 12.01, 11.74 and 6.70 GiB of TRL 1.10 on a T4 and an
+    RTX 4060, each within 0.02 GiB (`benchmarks.gathered --list lab21`).
+    """
+    logits = min(shape.tokens, TRL_CHECKPOINTED_CHUNK) * shape.vocab_size
+    head, types = shape.vocab_size * shape.hidden_size, (shape.head_bytes, *copies)
+    rows = shape.hidden_bytes * shape.tokens * shape.hidden_size
+    product = sum(copies) * head + (copies[-1] if copies else shape.logit_bytes) * logits
+    kept = copies[-1] * head if copies else 0
+    backward = max(product, kept + 12 * logits)
+    if shape.head_trained:
+        others = shape.head_bytes if shape.tokens > TRL_CHECKPOINTED_CHUNK else 0
+        through = max(kept // head + types[-1], *map(sum, pairwise(types)), 0) + others
+        backward = max(backward, max(through, 3 * shape.head_bytes) * head + types[-1] * logits)
+    return LossChain(
+        loss_bytes=max(product, (12 + shape.piece_bytes) * logits) + rows, backward_bytes=backward + 2 * rows
+    )
+
+
 @final
 class ChunkedLoss(Loss):
     """TRL's fused head: one tile of 4096 x 32768 logits, and fp32 gradients of the hidden states (and of the head's
@@ -221,6 +253,8 @@ class ChunkedLoss(Loss):
     name, tie_break, triton, whole_logits = "chunked", 0, False, False
 
     def memory(self, shape: LossShape) -> LossChain:
+        if shape.head_copies is not None:
+            return _checkpointed(shape, shape.head_copies)
         logit, hidden = shape.logit_bytes, shape.tokens * shape.hidden_size
         head = shape.vocab_size * shape.hidden_size
         tile = backward_tile = min(shape.tokens, TRL_TOKEN_CHUNK) * min(shape.vocab_size, TRL_VOCAB_CHUNK) * logit

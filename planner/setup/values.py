@@ -481,9 +481,26 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         return "copied" if self.before_trl(1, 6) else "kept rows"
 
     @property
+    def upcasts_logits(self) -> bool:
+        """Whether the full loss is computed in fp32: by the trainer, or by autocast, on whose list cross-entropy is and
+        within which a loop of one's own computes it (LitGPT's Fabric leaves it before the loss)."""
+        within = self.autocast_dtype is not None and not self.trainer.loss_chunk_tokens
+        return self.trainer.upcasts_logits or within
+
+    @property
+    def checkpointed_loss(self) -> bool:
+        """Whether TRL's chunked loss is a loop over checkpointed pieces, before it had kernels of its own (1.15)."""
+        return self.loss == "chunked" and self.before_trl(1, 15)
+
+    @property
+    def widens_head(self) -> bool:
+        """Whether each of these pieces makes an fp32 copy of the whole head (TRL 1.4 to 1.12)."""
+        return self.checkpointed_loss and self.before_trl(1, 13)
+
+    @property
     def uses_older_code_paths(self) -> bool:
         """Whether the packages of this setup, or the cache that it fills, make its step another than today's."""
-        older = self.repeats_keys or self.copies_logits or self.saves_four_bit_inputs
+        older = self.repeats_keys or self.copies_logits or self.saves_four_bit_inputs or self.checkpointed_loss
         return self.use_cache or older or self.before_transformers(4, 43)
 
     @property

@@ -10,7 +10,7 @@ import torch
 from planner.speed.operators import WAIT
 from probes.stack.configs import layers_of
 from probes.stack.kernels import launched
-from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy
+from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy, checkpointed_nll
 from probes.stack.real_losses import real_loss
 
 
@@ -47,6 +47,20 @@ def head_loss(
     rows = hidden.view(-1, hidden.shape[-1])
     real = real_loss("liger") if rows.device.type == "cuda" else None
     return {"loss": (real or FusedLinearCrossEntropy.apply)(rows, weight, bias, padded.view(-1))}
+
+
+def checkpointed_loss(
+    inner: Any, hidden: torch.Tensor, labels: torch.Tensor, *, widens_head: bool
+) -> dict[str, torch.Tensor]:
+    """What TRL's chunked loss returned before 1.15: of a copy of the rows, with what it counts beside the loss."""
+    head = inner.get_output_embeddings()
+    wanted = labels[:, 1:].flatten()
+    valid = wanted != -100
+    order = valid.to(torch.int8).argsort(descending=True, stable=True)
+    rows = hidden[:, :-1].reshape(-1, hidden.shape[-1])[order]
+    bias = getattr(head, "bias", None)
+    loss, entropy, hits = checkpointed_nll(rows, head.weight, bias, wanted[order], widens_head=widens_head)
+    return {"loss": loss / valid.sum(), "entropy_sum": entropy, "num_correct_tokens": hits}
 
 
 def headless(inner: Any, head_loss: Callable[..., Any]) -> AbstractContextManager[Any]:

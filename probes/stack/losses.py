@@ -9,9 +9,10 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from planner.options.losses import TRL_TOKEN_CHUNK, TRL_VOCAB_CHUNK
+from planner.options.losses import TRL_CHECKPOINTED_CHUNK, TRL_TOKEN_CHUNK, TRL_VOCAB_CHUNK
 from probes.stack.autocast import emulated_autocast_dtype, emulated_autocast_enabled
 from probes.stack.kernels import launched
 
@@ -39,6 +40,28 @@ def _unseen(name: str, reads: int = 1, *, writes: bool = True) -> Callable[[Kern
         return run
 
     return marked
+
+
+def checkpointed_nll(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor, *, widens_head: bool
+) -> list[torch.Tensor]:
+    """Sums over all tokens of negative log-likelihood, entropy and hits, in pieces that the backward computes again.
+
+    Source: trl 1.10 and 1.14.2 `sft_trainer.py` _chunked_cross_entropy_loss, _chunk.
+    """
+
+    def piece(rows: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = rows.float() @ weight.float().t() if widens_head else (rows @ weight.to(rows.dtype).t()).float()
+        if bias is not None:
+            logits = logits + bias.float()
+        log_probs = torch.nn.functional.log_softmax(logits, dim=-1)
+        loss = torch.nn.functional.nll_loss(log_probs, wanted, reduction="sum")
+        hits = (logits.argmax(dim=-1) == wanted).sum().float()
+        return loss, -(log_probs.exp() * log_probs).sum(dim=-1).sum(), hits
+
+    cuts = zip(hidden.split(TRL_CHECKPOINTED_CHUNK), targets.split(TRL_CHECKPOINTED_CHUNK), strict=True)
+    pieces = [torch.utils.checkpoint.checkpoint(piece, *cut, use_reentrant=False) for cut in cuts]
+    return [torch.stack(parts).sum() for parts in zip(*pieces, strict=True)]
 
 
 class ChunkedNll(torch.autograd.Function):  # type: ignore[misc]

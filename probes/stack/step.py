@@ -18,7 +18,7 @@ from probes.stack.autocast import emulated_autocast
 from probes.stack.batch import Batch
 from probes.stack.configs import layers_of
 from probes.stack.dtypes import DTYPES
-from probes.stack.heads import backbone_of, head_loss, headless
+from probes.stack.heads import backbone_of, checkpointed_loss, head_loss, headless
 from probes.stack.images import seeing
 from probes.stack.kernels import running as kernels_running
 from probes.stack.linear_attention import gated_delta_rule
@@ -218,9 +218,12 @@ def compute_loss(trainer: Trainer, batch: Batch, items: torch.Tensor, tell: Mark
             trainer.kept[:] = [outputs]
         loss: torch.Tensor = outputs["loss"]
         return loss
-    with headless(trainer.inner, partial(head_loss, trainer.inner, setup.loss)):
+    by_head = partial(head_loss, trainer.inner, setup.loss)
+    if setup.checkpointed_loss:
+        by_head = partial(checkpointed_loss, trainer.inner, widens_head=setup.widens_head)
+    with headless(trainer.inner, by_head):
         outputs = trainer.forward(**batch.model_inputs, labels=batch.labels)
-    if setup.loss == "chunked":
+    if "loss" not in outputs:
         total: torch.Tensor = (-outputs["log_probs"]).sum() / items.clamp(min=1)
         return total
     fused: torch.Tensor = outputs["loss"]
@@ -254,7 +257,7 @@ def _own_loss(trainer: Trainer, inputs: dict[str, Any]) -> torch.Tensor:
     num = by.num_chunks(trainer.setup.tokens_per_micro_batch)
     parts = []
     for piece, wanted in zip(rows.chunk(num), targets.chunk(num), strict=True):
-        wide = piece.float() if by.upcasts_logits else piece
+        wide = piece.float() if trainer.setup.upcasts_logits else piece
         parts.append(torch.nn.functional.cross_entropy(wide, wanted, reduction="sum"))
         del wide, piece
     del rows

@@ -784,6 +784,22 @@ def test_the_version_decides_how_log_probabilities_are_taken(name: str, version:
 
 
 @pytest.mark.parametrize(
+    ("version", "line", "loss", "head"),
+    [
+        ("1.12.0", "", "chunked", (True, True)), ("1.14.0", "", "chunked", (True, False)),
+        ("1.15.0", "", "chunked", (False, False)), ("1.14.0", "loss_type: nll\n", "full", (False, False)),
+        ("1.12.0", "use_liger_kernel: true\n", "liger", (False, False)),
+        ("1.15.0", "loss_type: nll\n", "chunked", (False, False)),
+    ],
+)  # fmt: skip
+def test_the_version_decides_how_the_loss_is_cut(version: str, line: str, loss: str, head: tuple[bool, bool]) -> None:
+    setup = of_trl(
+        version, f"model_name_or_path: Qwen/Qwen3-0.6B\nuse_peft: true\nbf16: true\n{line}", "sft.yaml"
+    ).setup
+    assert (setup.loss, (setup.checkpointed_loss, setup.widens_head)) == (loss, head)
+
+
+@pytest.mark.parametrize(
     ("name", "version"), [("kto", "1.6.0"), ("kto", "1.13.0"), ("grpo", "0.14.0"), ("dpo", "0.9.4")]
 )
 def test_versions_whose_step_is_not_known_are_refused(name: str, version: str) -> None:

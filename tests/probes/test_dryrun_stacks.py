@@ -47,15 +47,19 @@ def test_formula_and_dry_run_agree_on_every_loss(stack: str) -> None:
         ({"transformers_version": "4.41", "method": "full", "lora_rank": 0, "loss": "liger"}, "trl"),
         ({"transformers_version": "4.53", "attention": "sdpa", "checkpointing": 0, "loss": "liger"}, "trl"),
         ({"bitsandbytes_version": "0.43.1", "method": "qlora", "quantization": "nf4", "checkpointing": 0}, "litgpt"),
+        ({"trl_version": "1.10", "loss": "chunked", "vocab_size": 40_000}, "trl"),
+        ({"trl_version": "1.10", "loss": "chunked", "vocab_size": 40_000, "precision": "bf16-pure"}, "trl"),
+        ({"trl_version": "1.14", "loss": "chunked", "vocab_size": 40_000, "precision": "bf16-mixed"}, "trl"),
+        ({"trl_version": "1.10", "loss": "chunked", "vocab_size": 40_000, "method": "full", "lora_rank": 0}, "trl"),
     ],
 )
 def test_older_libraries_are_followed(fields: dict[str, Any], stack: str) -> None:
-    """What they keep more, formula and dry run say alike: logits copied, tables of positions, repeated keys, inputs."""
+    """What they keep more, formula and dry run say alike: logits or heads copied, tables, repeated keys, inputs."""
     arguments = {"attention": "flash-attention-2", "loss": "full", "lora_rank": 4, **fields}
     sizes = {"vocab_size": arguments.pop("vocab_size", 320), "max_position_embeddings": 32_768}
     model = small_spec("qwen2", **sizes)
     older = TrainSetup(stack=stack, seq_len_tokens=1024, accumulation_steps=2, **arguments)
-    today = older.replace(transformers_version="", bitsandbytes_version="")
+    today = older.replace(transformers_version="", bitsandbytes_version="", trl_version="")
     formula, dry = agreeing(model, CARD, older, 0.04)
     assert formula.peak_allocated_bytes > predict_memory(model, CARD, today).peak_allocated_bytes
     assert dry.peak_allocated_bytes > 1.01 * dried(model, CARD, today, use_cache=False).peak_allocated_bytes

@@ -399,7 +399,8 @@ class _Script:
             return common.liger(arguments, liger, "chunked")
         kind = arguments.optional_text("loss_type") if self.objective_spec.supervised else None
         loss = self.defaults.loss(kind, liger=False, whole=whole) if self.trl else "full"
-        return common.liger(arguments, liger, "full" if liger else loss, apart=whole and not self.trl)
+        fields = common.liger(arguments, liger, "full" if liger else loss, apart=whole and not self.trl)
+        return fields | (self.defaults.program(fields["loss"]) if self.trl else {})
 
     def _objective(self, base: Mapping[str, Any], liger: bool) -> dict[str, Any]:
         arguments, trainer, method = self.arguments, self.training_run.trainer, base["method"]

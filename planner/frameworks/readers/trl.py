@@ -91,7 +91,7 @@ def _kernels_and_loss(settings: Settings, objective: Objective, defaults: versio
         loss = "full"  # before 1.16 the switch takes the loss, whatever its type
     fields: dict[str, Any] = common.liger(settings, liger, loss)
     if objective.supervised:
-        return fields
+        return fields | defaults.program(fields["loss"])
     if objective.reference and settings.flag("precompute_ref_log_probs", False):
         fields["precomputed_reference"] = True
     return fields | loss_of(objective, defaults, settings)

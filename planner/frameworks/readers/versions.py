@@ -21,9 +21,9 @@ NEWEST_TRANSFORMERS = (5, 23)
 TRL_CHECKPOINTING_SINCE = (0, 22)
 TRL_BF16_SINCE = (0, 19)
 TRL_CHUNKED_BY_DEFAULT_SINCE = (1, 7)
-TRL_ONLY_CHUNKED_SINCE = (1, 10)
-"""From here on "nll" never makes the full logits. 1.9 is the newest tag read in which it does, 1.15 the oldest read in
-which it does not: the versions between are taken with 1.15."""
+TRL_ONLY_CHUNKED_SINCE = (1, 15)
+"""From here on "nll" never makes the full logits, nor has Liger's switch a loss of its own (1.14.2 has both): all goes
+through kernels of TRL's own (`SetupValues.checkpointed_loss`)."""
 
 
 TRL_FUSED_PREFERENCES_SINCE = (1, 15)
@@ -245,6 +245,11 @@ class TrlDefaults:
             return "liger"
         chunked = loss_type is None and self.version >= TRL_CHUNKED_BY_DEFAULT_SINCE
         return "chunked" if chunked or loss_type == "chunked_nll" else "full"
+
+    def program(self, loss: str) -> dict[str, str]:
+        """The version, where its step of supervised fine-tuning with this loss is another than today's."""
+        older = loss == "chunked" and self.version < TRL_ONLY_CHUNKED_SINCE
+        return {"trl_version": ".".join(map(str, self.version))} if older else {}
 
 
 LOADS_AHEAD = ((5,), (5, 4)), (0, 16)
