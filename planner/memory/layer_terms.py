@@ -237,11 +237,19 @@ CHUNK = 64
 """Tokens of one chunk. Source: transformers 5.23 `torch_chunk_gated_delta_rule`."""
 
 
+_LOOPED = 4 * sum(row * row + row for row in range(CHUNK)) // CHUNK
+"""Bytes per token and value head of the rows and squares that the loop over a chunk's rows kept, where now two
+triangular systems are solved. Source: transformers 5.16 `torch_chunk_gated_delta_rule` (5.17 has the solver). Measured:
+14,157 bytes where today's function keeps 10,009, keys and values of 128 (saved_tensors_hooks around both)."""
+
+
 _DECAY = 22
 """Bytes per token and value head that the operations of the decay and beta keep, in fp32 and 16 bit."""
 
 
-def linear_attention_saved(attention: AttentionSpec, dtypes: DtypePolicy, tokens: int, *, package: bool = False) -> int:
+def linear_attention_saved(
+    attention: AttentionSpec, dtypes: DtypePolicy, tokens: int, *, package: bool = False, looped: bool = False
+) -> int:
     """Bytes kept by one gated-delta-rule layer between its projections.
 
     Per token and value head of key size k and value size v, with keys repeated to the value heads: the convolution's
@@ -250,7 +258,8 @@ def linear_attention_saved(attention: AttentionSpec, dtypes: DtypePolicy, tokens
     norm's product and gate. Under autocast every operand of a product is kept once more in 16 bit.
 
     With the `package`: the convolution's as before; queries and keys normalized, values as they are, all in 16 bit, and
-    each chunk's 64-wide inverse; the gated norm is transformers'. The states are made again in the backward.
+    each chunk's 64-wide inverse; the gated norm is transformers'. The states are made again in the backward. `looped`:
+    the loop of before 5.17, which keeps neither solution.
 
     Source: transformers 5.23 `models/qwen3_next/modeling_qwen3_next.py`, `torch_chunk_gated_delta_rule`; fla-core 0.6.0
     `ops/gated_delta_rule/chunk.py` ChunkGatedDeltaRuleFunction.
@@ -268,6 +277,8 @@ def linear_attention_saved(attention: AttentionSpec, dtypes: DtypePolicy, tokens
         normalized = 2 * attention.num_kv_heads * (size * attention.head_dim + 4)
         chunks = heads * (size * CHUNK + _DECAY)
         return tokens * (conv + normalized + size * values + chunks + (8 + size) * values)
+    if looped:
+        conv += heads * _LOOPED - 4 * (keys + values)
     if dtypes.autocast:
         return tokens * (conv + (34 + casts) * keys + 8 * values + 14 * heads * CHUNK + 8 * states + 10 * values)
     return tokens * (conv + (24 + casts) * keys + 12 * values + 20 * heads * CHUNK + 4 * states + (8 + size) * values)

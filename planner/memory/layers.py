@@ -114,7 +114,8 @@ def attention_saved(attention: AttentionSpec, context: LayerContext, qkv_dtype: 
     size = SIZE_BYTES[context.dtypes.autocast or qkv_dtype]
     if context.kernel == "linear":
         package = context.setup.linear_attention == "fla"
-        return linear_attention_saved(attention, context.dtypes, tokens, package=package), 0
+        looped = context.setup.before_transformers(5, 17)
+        return linear_attention_saved(attention, context.dtypes, tokens, package=package, looped=looped), 0
     scores = tokens * keys.row_tokens
     if context.kernel in ("flash", "efficient"):
         width = query_width + value_width

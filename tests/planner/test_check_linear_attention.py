@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from finetune_planner.cli.checking import CheckRequest, checked
+from planner.hardware.gpus import find_gpu
+from planner.memory.model import predict_memory
 from planner.planning.check import CheckResult
+from planner.setup import TrainSetup
+from tests.planner.helpers import loaded
 
 FILE = """\
 model_name_or_path: Qwen/Qwen3.5-4B
@@ -70,3 +74,12 @@ def test_the_command_line_can_say_it(tmp_path: Path) -> None:
 def test_a_model_without_such_layers_has_no_path(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("flash-linear-attention\n")
     assert _checked(tmp_path, FILE.replace("Qwen3.5-4B", "Qwen3-4B")).config.setup.linear_attention == "torch"
+
+
+def test_the_loop_of_an_older_transformers_keeps_more() -> None:
+    """Until 5.17: squares of up to 63 rows, 4 x 87,360 bytes per chunk and head, instead of two solutions of 128."""
+    model, gpu = loaded("Qwen/Qwen3.5-4B"), find_gpu("rtx-3090")
+    setup = TrainSetup(checkpointing=0, seq_len_tokens=512, loss="chunked", transformers_version="5.17")
+    newer, older = (predict_memory(model, gpu, setup.replace(transformers_version=each)) for each in ("5.17", "5.16"))
+    kept = 24 * 512 * 32 * (4 * 87_360 / 64 - 4 * 256)  # layers, tokens, heads
+    assert older.peak_allocated_bytes - newer.peak_allocated_bytes == pytest.approx(kept, rel=0.01)
