@@ -90,7 +90,6 @@ def between_probes_ms(num_probes: int = 20) -> list[float]:
     from planner.setup import TrainSetup
     from planner.setup.outcome import Evidence
     from search.problem import Problem
-    from search.run import Strategy
     from search.run import search as run_search
     from search.stopping import Budget
 
@@ -107,8 +106,7 @@ def between_probes_ms(num_probes: int = 20) -> list[float]:
     problem = Problem(candidates=scenario.candidates())
     with tempfile.TemporaryDirectory() as directory:
         # A margin below zero: nothing ever counts as good enough, so that every probe of the budget is made.
-        strategy = Strategy(margin=-0.5)
-        run_search(problem, evaluate, storage=directory, strategy=strategy, budget=Budget(max_probes=num_probes))
+        run_search(problem, evaluate, storage=directory, margin=-0.5, budget=Budget(max_probes=num_probes))
     return [round(1000 * (after[0] - before[1]), 1) for before, after in itertools.pairwise(at_s)]
 
 

@@ -37,7 +37,6 @@ class Problem:
         objective: "tokens" (most tokens/s), "cost" (most tokens/s per GPU, so least money), "memory" (least peak).
         min_rank: no adapter below it is recommended.
         fixed: setup fields the user decided, name -> allowed values.
-        min_tokens_per_s: for objective "memory": what is slower is not an answer. 0: none.
         memory_bytes: the card's usable memory, above the budget by the headroom: what runs out needs more than this.
             0: as the budget.
         unprobed: setups that no probe here can run are out before any, with the reason and their prediction.
@@ -50,7 +49,6 @@ class Problem:
     objective: Objective = "tokens"
     min_rank: int = 1
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    min_tokens_per_s: float = 0.0
     memory_bytes: int = 0
     unprobed: Unprobed = lambda setup: ""
     subject: str = ""
@@ -116,16 +114,14 @@ class Problem:
         return f"{prediction.level.value}: needs {needed}, budget {budget}"
 
     def feasible(self, setup: TrainSetup, evidence: Evidence | None) -> bool:
-        """Whether the evidence shows that the setup runs, fits the budget and meets every request, at a speed if that
-        counts."""
+        """Whether the evidence shows that the setup runs, fits the budget and meets every request."""
         if evidence is None or isinstance(evidence, ProbeFailure) or self.broken_request(setup):
             return False
         if evidence.peak_device_bytes > self.budget_bytes:
             return False
-        speed = evidence.tokens_per_s
-        if speed is None and isinstance(evidence, Measurement) and self.objective != "memory":
-            return False  # measured, but the speed is not the setup's: nothing to rank it by
-        return not (self.min_tokens_per_s and speed is not None and speed < self.min_tokens_per_s)
+        # measured, but the speed is not the setup's: nothing to rank it by
+        unranked = evidence.tokens_per_s is None and isinstance(evidence, Measurement) and self.objective != "memory"
+        return not unranked
 
     def score(self, candidate: Candidate, evidence: Measurement | Prediction) -> float:
         """What the search maximises, as a logarithm: a difference of 0.01 is one percent."""

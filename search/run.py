@@ -6,114 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.exceptions import StorageInternalError
-from optuna.trial import TrialState, create_trial
+from optuna.trial import TrialState
 
-from planner.core.errors import EnvironmentProblem, UsageError
-from planner.core.install import packages_command
+from planner.core.errors import EnvironmentProblem
 from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, FailureKind, Prediction, ProbeFailure
-from search.dimensions import key_of, value_of
-from search.problem import Evaluate, Problem, Result, TransferObservation, memory_excess, pareto_set, with_evidence
-from search.sampler import Posterior, ResidualSampler, Sampler
+from search.dimensions import key_of
+from search.problem import Evaluate, Problem, Result, TransferObservation, pareto_set, with_evidence
+from search.sampler import Posterior, propose
 from search.stopping import MARGIN, Budget, converged
 from search.storage import GRACE_S, close_storage, first_line, open_storage, place, what_to_do
 from search.study import Study, TrialRecord, describe_problem, still_excluded
-
-MAX_ASKS = 3
-"""Suggestions per proposal."""
-
-
-class OptunaSampler:
-    """One of Optuna's samplers over the values that the candidates take: it knows only of what was measured.
-
-    Each proposal rebuilds a study in memory from the results so far, so a resumed search continues as an undisturbed
-    one. A suggestion that names no open candidate is told back as infeasible, at no probe cost, and the sampler asked
-    again; after some of them any open candidate is taken.
-    """
-
-    def __init__(self, name: str, make: Callable[[int], optuna.samplers.BaseSampler]) -> None:
-        self.name = name
-        self._make = make
-
-    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
-        open_ = posterior.free(running)
-        if not open_.any():
-            return None
-        problem = posterior.problem
-        code = posterior.encoding
-        space: dict[str, BaseDistribution] = {
-            dimension.name: CategoricalDistribution(values)  # type: ignore[arg-type]
-            for dimension, values in zip(code.dimensions, code.values, strict=True)
-        }
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(direction="maximize", sampler=self._make(seed + len(posterior.results)))
-        for result in posterior.results:
-            candidate = problem.candidates[result.index]
-            params = {name: value_of(candidate.setup, name) for name in space}
-            excess = memory_excess(problem, candidate, result.evidence)
-            feasible = problem.feasible(candidate.setup, result.evidence)
-            constraints = {"memory": excess, "runs": 0.0 if feasible or excess > 0 else 1.0}
-            evidence = result.evidence
-            value = None if isinstance(evidence, ProbeFailure) else problem.score(candidate, evidence)
-            study.add_trial(
-                create_trial(
-                    state=TrialState.PRUNED if value is None else TrialState.COMPLETE,
-                    value=value,
-                    params=params,
-                    distributions=space,
-                    constraints=constraints,
-                )
-            )
-        index = {
-            tuple(value_of(c.setup, name) for name in space): position for position, c in enumerate(problem.candidates)
-        }
-        for _ in range(MAX_ASKS):
-            trial = study.ask(space)
-            position = index.get(tuple(trial.params[name] for name in space))
-            if position is not None and open_[position]:
-                return position
-            trial.set_constraint("possible", 1.0)
-            study.tell(trial, state=TrialState.PRUNED)
-        random = np.random.default_rng([seed, len(posterior.results), len(running)])
-        return int(random.choice(np.flatnonzero(open_)))
-
-
-def _gp(seed: int) -> optuna.samplers.BaseSampler:
-    try:
-        import scipy  # noqa: F401
-
-        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=4, deterministic_objective=True)
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"Optuna's GP sampler needs torch and scipy: {error}",
-            hint=f"{packages_command('scipy', 'torch')}, or --sampler residual",
-        ) from error
-
-
-SAMPLERS: dict[str, Callable[[], Sampler]] = {
-    "residual": ResidualSampler,
-    "tpe": lambda: OptunaSampler("tpe", lambda seed: optuna.samplers.TPESampler(seed=seed, n_startup_trials=4)),
-    "gp": lambda: OptunaSampler("gp", _gp),
-    "random": lambda: OptunaSampler("random", lambda seed: optuna.samplers.RandomSampler(seed=seed)),
-    "grid": lambda: OptunaSampler("grid", lambda seed: optuna.samplers.BruteForceSampler(seed=seed)),
-}
-"""All samplers that `--sampler` offers; "residual" is ours and the default."""
-
-
-def make_sampler(name: str) -> Sampler:
-    """The sampler of that name.
-
-    Raises:
-        UsageError: no such sampler.
-    """
-    if name not in SAMPLERS:
-        raise UsageError(f"sampler must be one of {', '.join(SAMPLERS)}; got {name!r}", hint="use --sampler residual")
-    return SAMPLERS[name]()
-
 
 POLL_S = 0.2
 GO_ON = "once it is mended, call it again to go on with what the store of measurements holds"
@@ -124,27 +29,6 @@ runs as many; the number of all is recorded."""
 
 Check = Callable[[TrainSetup], Prediction | ProbeFailure | None]
 """The dry run, asked before a probe: what does not fit by its memory is excluded without one. None: it cannot tell."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strategy:
-    """What is tried next, and when it is enough.
-
-    Attributes:
-        sampler: a name of `SAMPLERS`.
-        num_ranked: how many of the best-ranked survivors are enqueued after the plan; the sampler ranks them itself and
-            anew after each probe.
-        margin: stop when nothing left can plausibly be better by more than this fraction.
-        seed: of the sampler.
-    """
-
-    sampler: str = "residual"
-    num_ranked: int = 0
-    margin: float = MARGIN
-    seed: int = 0
-
-
-DEFAULT = Strategy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +60,7 @@ def search(
     *,
     storage: str | Path | None = None,
     study_name: str = "plan",
-    strategy: Strategy = DEFAULT,
+    margin: float = MARGIN,
     budget: Budget | None = None,
     plan: TrainSetup | None = None,
     check: Check | None = None,
@@ -192,7 +76,7 @@ def search(
             setup. Text (no time is left for it) or an `EnvironmentProblem` ends the search; the setup waits for the
             next call.
         storage: None (memory), a directory (an SQLite file in it) or a URL (`storage.open_storage`).
-        strategy: what is tried next, and when it is enough.
+        margin: it stops when nothing left can plausibly be better by more than this fraction.
         budget: limits; None: until nothing left is worth a probe.
         plan: the decision tree's setup, tried first; default: the best that the formula says fits.
         check: the dry run, before each probe.
@@ -204,7 +88,7 @@ def search(
         UsageError: the study holds another objective, or an argument makes no sense.
         EnvironmentProblem: the storage does not answer.
     """
-    worker = _Worker(problem, strategy, Posterior(problem, transfer), budget or Budget(), evaluate, check)
+    worker = _Worker(problem, margin, Posterior(problem, transfer), budget or Budget(), evaluate, check)
     opened = open_storage(storage)
     try:
         study = Study(problem, opened, study_name)
@@ -229,16 +113,14 @@ class _Worker:
     def __init__(
         self,
         problem: Problem,
-        strategy: Strategy,
+        margin: float,
         posterior: Posterior,
         budget: Budget,
         evaluate: Evaluate,
         check: Check | None,
     ) -> None:
         self._problem, self._evaluate, self._check = problem, evaluate, check
-        self._strategy = strategy
-        self._sampler = make_sampler(strategy.sampler)
-        self.posterior = posterior
+        self._margin, self.posterior = margin, posterior
         self._budget = budget
         self._started = time.monotonic() if budget.since_s is None else budget.since_s
         self._observed: set[int] = set()
@@ -247,7 +129,7 @@ class _Worker:
         self._reason = ""
 
     def begin(self, study: Study, plan: TrainSetup | None) -> None:
-        """Records what the formula excludes, and enqueues the plan and the best-ranked survivors, once per study."""
+        """Records what the formula excludes, and enqueues the plan (else the best-ranked survivor), once per study."""
         problem = self._problem
         excluded = [(c, reason) for c in problem.candidates if (reason := problem.exclusion(c))]
         study.describe(describe_problem(problem, len(excluded)))
@@ -262,13 +144,12 @@ class _Worker:
         still_open = [int(i) for i in np.flatnonzero(self.posterior.open)]
         chosen = [i for i in still_open if fits[i]]
         order = mean if chosen else self.posterior.probability_fits()
-        ranked = sorted(chosen or still_open, key=lambda i: -order[i])
-        first = [problem.index[key_of(plan)]] if plan is not None and key_of(plan) in problem.index else ranked[:1]
-        first = [index for index in first if self.posterior.open[index]]
-        rest = [index for index in ranked if index not in first][: self._strategy.num_ranked]
-        for index, origin in [*((i, "plan") for i in first), *((i, "ranked") for i in rest)]:
-            if key_of(problem.candidates[index].setup) not in recorded:
-                study.enqueue(problem.candidates[index], origin)
+        first = max(chosen or still_open, key=lambda i: order[i], default=None)
+        if plan is not None and key_of(plan) in problem.index:
+            first = problem.index[key_of(plan)]
+        candidate = problem.candidates[first] if first is not None and self.posterior.open[first] else None
+        if candidate is not None and key_of(candidate.setup) not in recorded:
+            study.enqueue(candidate, "plan")
         study.exclude(self._excluded)
 
     def trials(self, study: Study, on_wait: Callable[[str, float], None]) -> Iterator[TrialRecord]:
@@ -326,16 +207,16 @@ class _Worker:
         if limit is not None and len(probed) + len(running) >= limit:
             return None  # the last probes are running elsewhere: their results belong to the answer
         if self._converged[0] != len(self._observed):  # the stop rule, computed once per state of knowledge
-            reason = converged(self._problem, self.posterior, margin=self._strategy.margin)
+            reason = converged(self._problem, self.posterior, margin=self._margin)
             self._converged = (len(self._observed), reason)
         if self._converged[1]:
             return None if running else self._converged[1]
         taken = [*(r.setup for r in running), *study.given_up()]
         indices = [self._problem.index[key_of(setup)] for setup in taken]
-        proposal = self._sampler.propose(self.posterior, indices, self._strategy.seed)
+        proposal = propose(self.posterior, indices)
         if proposal is None:
             return None if running else f"all {self.posterior.num} candidates are answered or excluded"
-        study.enqueue(self._problem.candidates[proposal], self._sampler.name)
+        study.enqueue(self._problem.candidates[proposal], "residual")
         return study.claim(self._budget.max_probes)
 
     def work(self, study: Study, number: int, setup: TrainSetup) -> None:

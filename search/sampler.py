@@ -1,6 +1,6 @@
 """Our sampler: the formula is the prior mean, a Gaussian process learns its errors, the next probe promises most.
 
-`Belief` holds what is known about every candidate; `ResidualSampler` asks it which one to probe: expected improvement
+`Posterior` holds what is known about every candidate; `propose` asks it which one to probe: expected improvement
 over the best that fits, times the probability of fitting, times the probability of running at all.
 
 A probe that crashes, or is far slower or larger than any error of the formula explains (a fallback kernel, a missing
@@ -12,7 +12,6 @@ the suspects it shares hold of the blame.
 import copy
 from collections.abc import Sequence
 from math import log, sqrt
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -254,24 +253,15 @@ def expected_improvement(mean: Floats, sd: Floats, best: float) -> Floats:
     return np.maximum(gain, 0.0)
 
 
-class Sampler(Protocol):
-    """Chooses the next probe. Stateless: the same posterior and seed give the same choice, so a search can resume."""
+def propose(posterior: Posterior, running: Sequence[int]) -> int | None:
+    """Index of the candidate with the largest expected improvement times probability of fitting and running; None when
+    none is left. The same posterior gives the same choice, so a search can resume.
 
-    name: str
-
-    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
-        """Index of the next candidate; None when none is left. `running`: candidates being probed now."""
-        ...
-
-
-class ResidualSampler:
-    """Picks the candidate with the largest expected improvement times probability of fitting and running."""
-
-    name = "residual"
-
-    def propose(self, posterior: Posterior, running: Sequence[int], seed: int) -> int | None:
-        free = posterior.free(running)
-        return int(np.argmax(acquisition(fantasize_running(posterior, running), free))) if free.any() else None
+    Args:
+        running: candidates being probed now.
+    """
+    free = posterior.free(running)
+    return int(np.argmax(acquisition(fantasize_running(posterior, running), free))) if free.any() else None
 
 
 def fantasize_running(posterior: Posterior, running: Sequence[int]) -> Posterior:

@@ -51,7 +51,7 @@ class TrialRecord:
     """One trial of the study in the project's own types.
 
     Attributes:
-        origin: "plan", "ranked" (enqueued), a sampler's name, or "excluded" (before any probe).
+        origin: "plan", "residual" (the sampler), or "excluded" (before any probe).
         probed: whether it cost a probe.
         excluded: why it was left out without one; empty otherwise.
         evidence: None while it runs, and for those that the formula excluded.
@@ -164,12 +164,9 @@ def constraint_values(
     """All at most 0 exactly when the trial is feasible: memory (share of the budget); runs, requests where violated."""
     failed = isinstance(evidence, ProbeFailure)
     out_of_memory = isinstance(evidence, ProbeFailure) and evidence.kind is FailureKind.OUT_OF_MEMORY
+    violated = {"runs": failed and not out_of_memory, "requests": bool(problem.broken_request(setup))}
     memory = memory_excess(problem, candidate, evidence)
-    broken = 1.0 if problem.broken_request(setup) else 0.0
-    if problem.min_tokens_per_s and not failed and not problem.feasible(setup, evidence) and memory <= 0:
-        broken = 1.0
-    violated = {"runs": 1.0 if failed and not out_of_memory else 0.0, "requests": broken}
-    return {"memory": memory, **{name: value for name, value in violated.items() if value > 0}}
+    return {"memory": memory, **{name: 1.0 for name, is_so in violated.items() if is_so}}
 
 
 def objective_value(

@@ -299,7 +299,6 @@ class Tuning:
     """
 
     budget: "Budget | None" = None
-    sampler: str = "residual"
     dry_run: bool = True
     storage: str | Path | None = None
     study: str | None = None
@@ -349,7 +348,7 @@ def tune_plan(
         EnvironmentProblem: this machine has fewer GPUs than the plan.
     """
     from search.problem import Problem
-    from search.run import Strategy, search
+    from search.run import search
 
     workload, how = plan.workload, how or Tuning()
     on_this_machine(workload)
@@ -373,7 +372,6 @@ def tune_plan(
             evaluate,
             storage=how.storage,
             study_name=how.study or study_name(workload),
-            strategy=Strategy(sampler=how.sampler),
             budget=budget,
             plan=plan.chosen.setup,
             check=partial(_dry_run, workload, line, how.ends_at, least_s) if how.dry_runs() else None,

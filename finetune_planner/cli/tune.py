@@ -40,7 +40,6 @@ class SearchOptions:
     goal: Annotated[str, typer.Option(help="What is best: tokens, cost or memory.")] = "tokens"
     budget: Annotated[str, typer.Option(help="End after this long, a probe or a run too: 5m, 90s, 1.5h.")] = "5m"
     max_probes: Annotated[int, typer.Option(help="Stop after this many probes.")] = DEFAULT_PROBES
-    sampler: Annotated[str, typer.Option(help="residual (ours), tpe, gp, random or grid.")] = "residual"
     storage: Annotated[str | None, typer.Option(help="Study: a directory, or sqlite://, postgresql://, mysql://.")] = (
         None
     )
@@ -58,7 +57,6 @@ class SearchOptions:
             budget=Budget(
                 max_probes=positive("max-probes", self.max_probes), seconds=duration_s("budget", self.budget, unit="s")
             ),
-            sampler=self.sampler,
             dry_run=dry_run,
             storage=self.storage if self.storage is not None else out,
             study=self.study,

@@ -51,7 +51,7 @@ def main(name: str, storage: str, log: str, gates: str, max_probes: str, margin:
         evaluate,
         storage=storage,
         budget=Budget(max_probes=int(max_probes)),
-        strategy=run.Strategy(margin=float(margin)),
+        margin=float(margin),
     )
     best = key_of(result.best.setup) if result.best else "none"
     print(f"{best}\t{result.num_probes}\t{result.reason}")

@@ -22,7 +22,7 @@ from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.setup import TrainSetup
 from planner.setup.outcome import Evidence
 from search.dimensions import key_of
-from search.run import SearchResult, Strategy
+from search.run import SearchResult
 from search.run import search as run_search
 from search.stopping import Budget
 from tests.whole import WHOLE
@@ -80,8 +80,8 @@ def run(folder: Path, death: Death, ended: list[str]) -> SearchResult | None:
 
     try:
         with mortal(death):
-            strategy, budget = Strategy(num_ranked=2, margin=ENDLESS), Budget(max_probes=NUM_PROBES)
-            return run_search(problem(), evaluate, storage=folder, strategy=strategy, budget=budget)
+            budget = Budget(max_probes=NUM_PROBES)
+            return run_search(problem(), evaluate, storage=folder, margin=ENDLESS, budget=budget)
     except Died:
         return None
 

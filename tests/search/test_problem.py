@@ -28,14 +28,6 @@ def test_feasible_is_within_the_budget_not_within_the_card(beyond_bytes: int, fe
     assert search_problem.feasible(candidate.setup, evidence) is feasible
 
 
-def test_feasible_is_as_fast_as_wished() -> None:
-    search_problem, candidate = changed()
-    wished = replace(search_problem, min_tokens_per_s=1000.0)
-    for tokens_per_s, feasible in ((999.0, False), (1000.0, True)):
-        evidence = measurement(candidate.setup, tokens_per_s, 1.0 * GIB)
-        assert wished.feasible(candidate.setup, evidence) is feasible
-
-
 @pytest.mark.parametrize(("share", "band", "out"), [(1.15, 0.1, False), (1.24, 0.1, False), (1.26, 0.1, True)])
 def test_excluded_is_what_two_bands_below_its_prediction_still_does_not_fit(
     share: float, band: float, out: bool

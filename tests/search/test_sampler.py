@@ -10,8 +10,7 @@ from search_cases import all_candidates, exact, measurement, out_of_memory, prob
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
 from search.problem import Problem, Result
-from search.run import SAMPLERS, make_sampler
-from search.sampler import Posterior, ResidualSampler, acquisition, expected_improvement
+from search.sampler import Posterior, acquisition, expected_improvement, propose
 from search.stopping import _correlated, probability_of_better
 
 
@@ -39,7 +38,7 @@ def test_same_results_give_the_same_belief_and_choice() -> None:
     for _ in range(2):
         posterior = Posterior(problem())
         for _ in range(4):
-            index = ResidualSampler().propose(posterior, (), seed=0)
+            index = propose(posterior, ())
             assert index is not None
             choices.append(index)
             posterior.tell(Result(index=index, evidence=gpu(posterior.problem.candidates[index].setup)))
@@ -136,14 +135,13 @@ def test_expected_improvement_matches_a_sample() -> None:
 
 def test_closed_and_running_candidates_are_never_proposed() -> None:
     posterior = Posterior(problem())
-    sampler = ResidualSampler()
-    first = sampler.propose(posterior, (), 0)
+    first = propose(posterior, ())
     assert first is not None
-    second = sampler.propose(posterior, (first,), 0)
+    second = propose(posterior, (first,))
     assert second is not None
     assert second != first
     posterior.open[:] = False
-    assert sampler.propose(posterior, (), 0) is None
+    assert propose(posterior, ()) is None
 
 
 def test_acquisition_is_negative_exactly_where_nothing_is_open() -> None:
@@ -151,26 +149,25 @@ def test_acquisition_is_negative_exactly_where_nothing_is_open() -> None:
     assert ((acquisition(posterior, posterior.open) < 0) == ~posterior.open).all()
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLERS))
-def test_every_sampler_proposes_open_candidates_only_and_deterministically(name: str) -> None:
+def test_open_candidates_only_are_proposed_and_deterministically() -> None:
     posterior = Posterior(problem())
     gpu = SyntheticGpu.of(scenario(), 1)
     for _ in range(3):
-        index = make_sampler(name).propose(posterior, (), seed=5)
+        index = propose(posterior, ())
         assert index is not None
         assert posterior.open[index]
-        assert make_sampler(name).propose(posterior, (), seed=5) == index
-        assert make_sampler(name).propose(posterior, (index,), seed=5) != index
+        assert propose(posterior, ()) == index
+        assert propose(posterior, (index,)) != index
         posterior.tell(Result(index=index, evidence=gpu(posterior.problem.candidates[index].setup)))
     posterior.open[:] = False
-    assert make_sampler(name).propose(posterior, (), seed=5) is None
+    assert propose(posterior, ()) is None
 
 
 def test_probability_of_better_agrees_with_a_full_joint_sample() -> None:
     """Independent computation over all open candidates with its own draws: within 5 points."""
     posterior = Posterior(problem())
     for step in range(6):
-        index = ResidualSampler().propose(posterior, (), 0)
+        index = propose(posterior, ())
         assert index is not None
         error = -0.1 + 0.01 * step
         posterior.tell(Result(index=index, evidence=exact(posterior.problem.candidates[index], speed_error=error)))
@@ -209,7 +206,7 @@ def test_memory_objective_prefers_the_smallest() -> None:
     smallest = Problem(candidates=small_candidates(), objective="memory")
     posterior = Posterior(smallest)
     for _ in range(3):
-        index = ResidualSampler().propose(posterior, (), 0)
+        index = propose(posterior, ())
         assert index is not None
         posterior.tell(Result(index=index, evidence=exact(smallest.candidates[index])))
     assert posterior.log_memory[posterior.best.index] == pytest.approx(posterior.log_memory.min())
