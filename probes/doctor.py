@@ -20,7 +20,7 @@ from planner.core.units import GIB, gib
 from planner.hardware.amd import AmdSmi
 from planner.hardware.driver import device_handle, nvml
 from planner.hardware.driver import text as text_of
-from probes.gpu.environment import device_status, library_versions
+from probes.gpu.environment import device_status
 from probes.gpu.executors import local_devices
 from probes.gpu.topology import topology
 from probes.installed import installed
@@ -227,7 +227,7 @@ def torch_findings(report: dict[str, Any]) -> Iterator[Finding]:
     mend = "optional: pip install flash-attn --no-build-isolation; SDPA is used otherwise"
     yield _judged("flash-attn", works, text, mend)
     for extra in ("liger-kernel", "trl"):
-        version = library_versions().get(extra)
+        version = installed((extra,)).get(extra)
         if version is not None:
             yield _ok(extra, version, version=version)
 
@@ -292,7 +292,7 @@ def several_gpus(report: dict[str, Any], devices: tuple[str, ...]) -> Iterator[F
     text = (nccl or f"not there ({problem})") + (", gloo for the CPU" if gloo else ", and no gloo for the CPU")
     mend = "install a torch with CUDA, NCCL and gloo: jobs on several GPUs need them"
     yield _judged("NCCL", gloo and not missing, text, mend, details={"nccl": nccl, "gloo": gloo})
-    deepspeed = library_versions().get("deepspeed")
+    deepspeed = installed(("deepspeed",)).get("deepspeed")
     absent = f"not installed: ZeRO setups are planned but not probed ({packages_command('deepspeed')})"
     yield _ok("deepspeed", deepspeed or absent, version=deepspeed)
 

@@ -1,8 +1,8 @@
 """The store of measurements: one append-only file of JSON lines that survives crashes and several writers.
 
 One line is `{"sha256": ..., "record": {...}}`, written by one `os.write` on a descriptor opened O_APPEND under `flock`,
-then flushed to disk. A line that was torn (power cut, full disk) or damaged is skipped with a warning and copied to a
-`.damaged` file beside; the lines around it stay readable. Order in the file is the order of time: clocks may go
+then flushed to disk. A line that was torn (power cut, full disk) or damaged is skipped with a warning and stays where
+it is; the lines around it stay readable. Order in the file is the order of time: clocks may go
 backwards, so `recorded_at` is for people only, and of several records under one key the last one holds.
 """
 
@@ -13,7 +13,7 @@ import shlex
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,11 +54,7 @@ class Store:
         self._offset = 0
         self._seen_lines: set[bytes] = set()
         self._torn = b""
-
-    @property
-    def damaged_path(self) -> Path:
-        """Where unreadable lines are kept for a person to look at."""
-        return self.path.with_name(self.path.name + ".damaged")
+        self._num_damaged = 0
 
     @property
     def fallback_path(self) -> Path:
@@ -136,12 +132,12 @@ class Store:
             EnvironmentProblem: `source` cannot be read, or this store not written.
         """
         self._refresh()
-        other = _Source(source)
+        other = Store(source)
         hint = "name a file that `plan store export` wrote"
         if not source.exists():
             raise EnvironmentProblem(f"no such file: {source}", hint=hint)
         other._refresh()
-        if not other._records and other.num_damaged:
+        if not other._records and other._num_damaged:
             raise ConfigError(f"{source} holds no line that a store wrote", hint=hint)
         fresh, num_present = [], 0
         for record in other.records():
@@ -159,7 +155,7 @@ class Store:
             ) from error
         return len(fresh), num_present
 
-    def export(self, target: Path, *, keep: Callable[[Record], bool] = lambda record: True) -> int:
+    def export(self, target: Path) -> int:
         """Writes the last record of each key as a new file of the same form, whole or not at all; returns how many.
 
         Raises:
@@ -168,7 +164,7 @@ class Store:
         """
         if target.resolve() == self.path.resolve():
             raise UsageError(f"{target} is the store itself", hint="export into another file")
-        records = [record for record in self.latest() if keep(record)]
+        records = self.latest()
         if not records:
             raise EnvironmentProblem(f"no outcomes to export from {self.path}", hint=WHICH_STORE)
         try:
@@ -194,15 +190,17 @@ class Store:
             try:
                 self._remember(decode_line(line), line + b"\n")
             except BadOutcome as error:
-                damaged.append((line, str(error)))
+                damaged.append(str(error))
         if torn and torn != self._torn:
             self._torn = torn
             try:
                 self._remember(decode_line(torn), torn + b"\n")  # only its newline is missing
             except BadOutcome:
-                damaged.append((torn, "torn: the writer was stopped in the middle of it"))
+                damaged.append("torn: the writer was stopped in the middle of it")
         if damaged:
-            self._keep_damaged(damaged)
+            self._num_damaged += len(damaged)
+            text = f"{len(damaged)} damaged line(s) in {self.path} skipped; first reason: {damaged[0]}"
+            warnings.warn(text, StoreWarning, stacklevel=3)
 
     def _unread(self) -> bytes:
         """What was added since the last look."""
@@ -234,22 +232,6 @@ class Store:
         self._records.append(record)
         self._by_key.setdefault(record.key, []).append(record)
 
-    def _keep_damaged(self, damaged: list[tuple[bytes, str]]) -> None:
-        where = f"kept in {self.damaged_path}"
-        try:
-            existing_lines = set(_content(self.damaged_path).split(b"\n"))
-            fresh = [line for line, _ in damaged if line not in existing_lines]
-            if fresh:
-                _append_bytes(self.damaged_path, b"".join(line + b"\n" for line in fresh))
-        except OSError as error:
-            where = f"left in place ({self.damaged_path.name} cannot be written: {error.strerror})"
-        reason = damaged[0][1]
-        warnings.warn(
-            f"{len(damaged)} damaged line(s) in {self.path} skipped and {where}; first reason: {reason}",
-            StoreWarning,
-            stacklevel=4,
-        )
-
     def _to_fallback(self, lines: bytes, error: OSError) -> Path:
         try:
             fallback = self.fallback_path
@@ -268,20 +250,6 @@ class Store:
             stacklevel=4,
         )
         return fallback
-
-
-class _Source(Store):
-    """A file to import from: somebody else's, so nothing is written beside it."""
-
-    num_damaged = 0
-
-    def _keep_damaged(self, damaged: list[tuple[bytes, str]]) -> None:
-        self.num_damaged += len(damaged)
-        warnings.warn(
-            f"{len(damaged)} line(s) of {self.path} are not imported; first reason: {damaged[0][1]}",
-            StoreWarning,
-            stacklevel=5,
-        )
 
 
 def _append_bytes(path: Path, lines: bytes) -> None:
@@ -309,15 +277,6 @@ def _append_bytes(path: Path, lines: bytes) -> None:
                 raise
     finally:
         os.close(descriptor)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        with open(os.open(path, os.O_RDONLY | NO_LINK | OPEN_FLAGS), "rb") as handle:
-            _refuse_special(handle.fileno(), path)
-            return handle.read(MAX_STORE_BYTES)
-    except FileNotFoundError:
-        return b""
 
 
 def _refuse_special(descriptor: int, path: Path) -> None:

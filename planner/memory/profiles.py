@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -485,7 +485,8 @@ def _own_profiles(name: str) -> ModelProfiles | None:
     )
 
 
-def library_versions() -> dict[str, str]:
+@cache
+def library_versions() -> Mapping[str, str]:
     """Installed versions of what a step executes; "absent" where one is missing."""
     from importlib.metadata import PackageNotFoundError, version  # late: it loads a mail reader
 

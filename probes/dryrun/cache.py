@@ -10,24 +10,17 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from planner.core.errors import ConfigError
 from planner.core.outputs import write_whole
-from planner.memory import profiles as profile_store
+from planner.memory.profiles import library_versions
 from planner.setup import TrainSetup
 from planner.setup.codec import decode
 from planner.setup.interchange import setup_to_dict, to_jsonable
 from planner.speed.operators import program_of
 from probes.dryrun.report import DryRunReport
-
-
-@cache
-def library_versions() -> tuple[tuple[str, str], ...]:
-    """Installed versions of what a dry run executes; "absent" where one is missing."""
-    return tuple(profile_store.library_versions().items())
 
 
 def default_directory() -> Path:
@@ -57,7 +50,7 @@ def key_of(
         "capability": list(capability),
         "setup": setup_to_dict(setup),
         "options": dict(options),
-        "versions": library_versions(),
+        "versions": [*library_versions().items()],
         "dry_run": own_version,
         "program": PROGRAM,
     }

@@ -84,14 +84,9 @@ class LayoutTracker(Tracker):
             self.events.append(Free(entry[0]))
         self._host[key] = weakref.ref(storage, lambda _: self._host.pop(key, None))
 
-    @contextmanager
-    def labelled(self, label: str) -> Iterator[None]:
+    def labelled(self, label: str) -> AbstractContextManager[Any]:
         """Within it, allocations carry this name instead of the operator's."""
-        before, self.label = self.label, label
-        try:
-            yield
-        finally:
-            self.label = before
+        return mock.patch.object(self, "label", label)
 
     def resizing(self) -> AbstractContextManager[None]:
         """Within it, `UntypedStorage.resize_` is followed: for the allocator one block dies and another is made."""

@@ -129,12 +129,8 @@ class OperatorLog:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Within it module calls and launches are noted."""
-        hook = torch.nn.modules.module.register_module_forward_pre_hook(self.module_called)
-        try:
-            with listening(self.launched):
-                yield
-        finally:
-            hook.remove()
+        with torch.nn.modules.module.register_module_forward_pre_hook(self.module_called), listening(self.launched):
+            yield
 
     def segments(self, first: int, last: int) -> list[tuple[int | None, Segment]]:
         """What was issued from one place to another, by layer."""

@@ -7,7 +7,7 @@ PyTorch's allocator.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -72,11 +72,6 @@ class DdpWorld(JobWorld):
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         ]
         order: dict[str, None] = {}  # of the gradients
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
         owners = load_all(tracker, model, reference)
         with tracker, tracker.labelled(BUCKETS):
             layout = layout_model(model, self._setup, device=next(model.parameters()).device)
@@ -88,12 +83,13 @@ class DdpWorld(JobWorld):
                 return plain(*args, **kwargs)
 
         layout.module._pre_forward = pre_forward
-        try:
+        with ExitStack() as stack:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    note = parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
+                    stack.enter_context(note)
             yield layout, owners
-        finally:
-            self._order = [*order]
-            for hook in hooks:
-                hook.remove()
+        self._order = [*order]
 
     def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
         """The buckets are those of the full model's parameters."""

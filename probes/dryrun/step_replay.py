@@ -11,7 +11,7 @@ gradients that lie in memory as the first step's did.
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -59,12 +59,10 @@ class Replay:
             taken_over = number is not None and alone and self._tracker.origins[number].op not in _COPIES
             self._added.append((len(self._tracker.events), number if taken_over else None))
 
-        hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in self._parameters]
-        try:
+        with ExitStack() as stack:
+            for parameter in self._parameters:
+                stack.enter_context(parameter.register_post_accumulate_grad_hook(note))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def micro_batch(self, loss: torch.Tensor | None) -> torch.Tensor | None:
         """The loss of the second micro-batch of the first step where the first one's events are its own; then it is

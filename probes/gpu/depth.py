@@ -39,7 +39,7 @@ class Depths:
         return self.short is not None
 
 
-def choose_depths(config: Mapping[str, Any], setup: TrainSetup, *, check: bool) -> Depths:
+def choose_depths(config: Mapping[str, Any], setup: TrainSetup) -> Depths:
     """Two depths that hold whole periods of the layer pattern, and a third as far beyond as they are apart.
 
     With every n-th layer checkpointed the pattern also repeats only every n layers. An encoder-decoder is cut in pairs.
@@ -71,7 +71,7 @@ def choose_depths(config: Mapping[str, Any], setup: TrainSetup, *, check: bool) 
         cut = layer_signatures(bare_model(truncated_config(load_config(config), depth), torch.bfloat16, "eager"))
         if not loaded.is_encoder_decoder and cut != signatures[:depth]:
             return Depths(full=full, reason=f"{depth} layers of this architecture differ from its first {depth}")
-    return Depths(full=full, short=short, long=long, check=min(third, full) if check else None)
+    return Depths(full=full, short=short, long=long, check=min(third, full))
 
 
 def reserved_gap(

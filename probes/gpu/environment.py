@@ -21,6 +21,7 @@ LIBRARIES = (
     "torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl", "liger-kernel", "flash-attn", "triton",
     "deepspeed",
 )  # fmt: skip
+"""What can change a measurement."""
 
 FINGERPRINT_LIBRARIES = tuple(name for name in LIBRARIES if name != "deepspeed")
 """What can run in a step of one GPU: without trl its chunked loss is this project's own, Triton compiles kernels."""
@@ -36,11 +37,6 @@ _THROTTLE_BITS = {
     0x0000000000000040: "thermal-slowdown",
     0x0000000000000080: "power-brake",
 }
-
-
-def library_versions() -> dict[str, str]:
-    """Installed versions of the libraries that can change a measurement; absent ones are left out."""
-    return installed(LIBRARIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +122,7 @@ def read_environment(device: str, gpu_key: str | None, *, cuda: str = "") -> Env
         cuda=cuda,
         python=platform.python_version(),
         platform=platform.platform(terse=True),
-        libraries=library_versions(),
+        libraries=installed(LIBRARIES),
         power_limit_w=power_w,
         device="cpu" if device == "cpu" else "cuda",
         settings={} if device == "cpu" else device_settings(child_settings()),

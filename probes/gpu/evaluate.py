@@ -51,7 +51,6 @@ class Prober:
     device: str = "cuda:0"
     limits: Limits = field(default_factory=Limits)
     depths: tuple[int, ...] = ()
-    check_depth: bool = True
     level: Fidelity = Fidelity.PROBE
     on_event: Callable[[ProbeEvent], None] = lambda event: None
     ends_at: float = math.inf
@@ -69,7 +68,6 @@ class Prober:
             device=self.device,
             level=self.level,
             depths=self.depths,
-            check_depth=self.check_depth,
             limits=self.limits,
             gpu_key=self.gpu.key if self.gpu is not None else None,
         )

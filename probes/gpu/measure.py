@@ -24,7 +24,8 @@ from probes.gpu.depth import Depths, choose_depths, growth_asked_for
 from probes.gpu.device import DeviceLease, clean_lease, lease_device
 from probes.gpu.environment import read_environment
 from probes.gpu.failures import MachineFault, UnsupportedProbe
-from probes.gpu.meters import attention_backend, copy_bandwidth
+from probes.gpu.meters import attention_backend
+from probes.gpu.microbench import free_copy_rate
 from probes.gpu.process_group import process_group_of
 from probes.gpu.ranks import RankInfo, rank_info_of
 from probes.gpu.request import ProbeRequest
@@ -69,7 +70,7 @@ def measure(request: ProbeRequest, status: StatusPipe, *, alone: bool = False) -
         if request.device == "cpu" and request.limits.cpu_memory_bytes is not None:
             limit_cpu_memory(request.limits.cpu_memory_bytes)
         status.starting(False)
-        bandwidth = copy_bandwidth(request.device) if request.limits.cpu_memory_bytes is None else 0.0
+        bandwidth = free_copy_rate(request.device) if request.limits.cpu_memory_bytes is None else 0.0
         if alone:  # the libraries' million objects are not looked through after every depth
             gc.freeze()
             gc.enable()
@@ -89,7 +90,7 @@ def measure(request: ProbeRequest, status: StatusPipe, *, alone: bool = False) -
 
 def _claim_device(request: ProbeRequest, rank_info: RankInfo, status: StatusPipe) -> DeviceLease:
     """Waits for our turn on a clean device, makes it current and sets its memory cap."""
-    torch.manual_seed(request.seed + rank_info.rank)
+    torch.manual_seed(rank_info.rank)
     lease = lease_device(request.device, status.waiting) if rank_info.size == 1 else clean_lease(request.device)
     if request.device == "cpu":
         return lease
@@ -123,7 +124,7 @@ def _depths(request: ProbeRequest) -> Depths:
     if request.full_depth:
         return Depths(full=num_layers(load_config(request.config)), reason="full depth was asked for")
     if not request.depths:
-        return choose_depths(request.config, request.setup, check=request.check_depth)
+        return choose_depths(request.config, request.setup)
     full, wanted = num_layers(load_config(request.config)), sorted(request.depths)
     if len(wanted) == 1:
         return Depths(full=wanted[0], reason="one depth was asked for")
@@ -199,7 +200,7 @@ def _two_depths(request: ProbeRequest, depths: Depths, runner: DepthRunner) -> _
     assert depths.long is not None
     short, long = runner.run(depths.short, timed=True), runner.run(depths.long, timed=True)
     full = extend(short, long, depths.full)
-    whole = runner.whole(depths.full, full) if request.check_depth else None
+    whole = runner.whole(depths.full, full)
     readings = _Readings(
         runs=[short, long],
         phases=full.phase_peaks_bytes,

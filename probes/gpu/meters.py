@@ -5,11 +5,9 @@ profiler's: PyTorch chooses the SDPA backend at run time, by card, data type and
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,7 +25,6 @@ from probes.gpu.timing import PHASE_OF_BUILDING
 
 MIN_CONTEXT_BYTES = 64 * MIB
 """Less than any CUDA context with PyTorch's kernels takes: the reading before us held what is gone now."""
-BENCH_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 KEPT = 40
 """Names kept, those that took longest first."""
 LONGEST_NAME = 160
@@ -42,45 +39,6 @@ _ATTENTION = (  # (part of a kernel's name, backend); the first that occurs in a
 )
 
 
-class Meter(ABC):
-    """Measures one device. Use `following` around whatever memory is asked for, `time_steps` for speed."""
-
-    device: str
-    has_nvml: bool = False
-
-    def following(self) -> AbstractContextManager[Any]:
-        """A context in which allocations are counted."""
-        return nullcontext()
-
-    @abstractmethod
-    def mark(self, phase: str, layer: int | None = None) -> None:
-        """A phase begins (layers inside a phase make no difference here)."""
-
-    @abstractmethod
-    def rebase(self) -> None:
-        """Forgets the peaks so far: what is held now is where the measurement begins."""
-
-    @abstractmethod
-    def phase_peaks(self) -> dict[str, int]:
-        """Allocated peak of each phase so far, in bytes."""
-
-    @abstractmethod
-    def reserved_peak(self) -> int:
-        """Peak held by the allocator, in bytes."""
-
-    @abstractmethod
-    def context_bytes(self) -> int:
-        """Device memory in use beyond what the allocator holds."""
-
-    @abstractmethod
-    def time_steps(self, step: Callable[[], object], num: int) -> list[float]:
-        """Runs `step` `num` times and returns the seconds of each."""
-
-    def flags(self) -> set[str]:
-        """What disturbed the measurement."""
-        return set()
-
-
 class _RankTracker(LayoutTracker):
     """One rank's memory on the CPU: real tensors only. DTensor tries its operators on fake ones first, which claim to
     be there."""
@@ -89,12 +47,13 @@ class _RankTracker(LayoutTracker):
         return None if isinstance(tensor, FakeTensor) else super().track(tensor, op)
 
 
-class CpuMeter(Meter):
+class CpuMeter:
     """Real CPU tensors, followed as the dry run follows meta tensors: same rounding, same phases."""
+
+    has_nvml = False
 
     def __init__(self, clock: str = "wall", *, layout: bool = False) -> None:
         """With `layout` of one rank of several: parameters are parts of others, and storages change their size."""
-        self.device = "cpu"
         self._clock = time.process_time if clock == "process" else time.perf_counter
         self._tracker = Tracker("cpu")
         self._resizing: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -105,6 +64,7 @@ class CpuMeter(Meter):
 
     @contextmanager
     def following(self) -> Iterator[None]:
+        """Within it allocations are counted."""
         with self._tracker, self._resizing():
             yield
 
@@ -113,10 +73,12 @@ class CpuMeter(Meter):
         self._tracker.track(local(tensor), "load")
 
     def mark(self, phase: str, layer: int | None = None) -> None:
+        """A phase begins (layers inside a phase make no difference here)."""
         self._settle()
         self._curve.add(Phase(phase))
 
     def rebase(self) -> None:
+        """Forgets the peaks so far: what is held now is where the measurement begins."""
         self._settle()
         self._curve.rebase()
 
@@ -128,9 +90,15 @@ class CpuMeter(Meter):
         return max(self.phase_peaks().values())
 
     def context_bytes(self) -> int:
+        """Device memory in use beyond what the allocator holds."""
         return 0
 
+    def flags(self) -> set[str]:
+        """What disturbed the measurement."""
+        return set()
+
     def time_steps(self, step: Callable[[], object], num: int) -> list[float]:
+        """Seconds of each of `num` calls."""
         times = []
         for _ in range(num):
             started = self._clock()
@@ -150,8 +118,10 @@ def nvml_reader(resources: ExitStack, device: str) -> NvmlReader | None:
     return NvmlReader(module, device_handle(module, device)) if module is not None else None
 
 
-class CudaMeter(Meter):
-    """PyTorch's statistics of one GPU, the driver's view through NVML, times from CUDA events."""
+class CudaMeter:
+    """PyTorch's statistics of one GPU, the driver's view through NVML, times from CUDA events; asked as `CpuMeter`."""
+
+    following = nullcontext
 
     def __init__(
         self,
@@ -164,7 +134,6 @@ class CudaMeter(Meter):
     ) -> None:
         """With `paged` the optimizer's states are managed memory, which the driver counts and PyTorch does not.
         `assumed_context_bytes` stands in where the driver does not tell the context."""
-        self.device = device
         self._assumed_context = assumed_context_bytes
         self._paged = paged
         self._context: int | None = None
@@ -249,32 +218,7 @@ class CudaMeter(Meter):
         return int(torch.cuda.memory_stats(self._torch_device).get(name, 0))
 
 
-def copy_bandwidth(device: str) -> float:
-    """Bytes per second of a copy within the device's memory, read and written bytes both counted; 0 when there is no
-    room for it. Shows a card that is throttled or shared."""
-    kind = torch.device(device).type
-    size = BENCH_BYTES[kind]
-    if kind == "cuda":
-        free, _ = torch.cuda.mem_get_info(torch.device(device))
-        if free < 4 * size:
-            return 0.0
-    source = torch.empty(size, dtype=torch.uint8, device=device).zero_()
-    target = torch.empty_like(source)
-    target.copy_(source)
-    best_s = float("inf")
-    for _ in range(5):
-        if kind == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            target.copy_(source)
-            end.record()
-            end.synchronize()
-            best_s = min(best_s, start.elapsed_time(end) / 1000.0)
-        else:
-            started = time.perf_counter()
-            target.copy_(source)
-            best_s = min(best_s, time.perf_counter() - started)
-    return 2.0 * size / best_s
+Meter = CpuMeter | CudaMeter
 
 
 def kernels_of_step(step: Callable[[], object]) -> tuple[str, ...]:

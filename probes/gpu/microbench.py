@@ -132,6 +132,17 @@ def _copy_rate(torch: Any, device: str, size_bytes: int) -> float:
     return 2.0 * size_bytes / _seconds(torch, device, lambda: target.copy_(source))
 
 
+def free_copy_rate(device: str) -> float:
+    """The same of a device that a step is about to run on; 0 where there is no room for it. Shows a card that is
+    throttled or shared."""
+    import torch
+
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu and torch.cuda.mem_get_info(torch.device(device))[0] < 4 * COPY_BYTES:
+        return 0.0
+    return _copy_rate(torch, device, COPY_BYTES if on_gpu else CPU_COPY_BYTES)
+
+
 def _issue_s(torch: Any, device: str) -> float:
     """Host seconds to issue one small kernel: a row of them is issued without waiting, best of a few rows."""
     small = torch.zeros(16, device=device)

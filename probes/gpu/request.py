@@ -3,14 +3,12 @@
 The same JSON runs in a child process of this machine or, through `probes.gpu.executors`, on a cluster node.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Self
 
 from planner.core.errors import ConfigError, UsageError
-from planner.core.outputs import write_whole
 from planner.core.records import dataclass
 from planner.memory.workspace import CONTEXT_BYTES
 from planner.setup import TrainSetup
@@ -80,9 +78,8 @@ class ProbeRequest:
     Attributes:
         config: the raw `config.json` (weights are random; nothing is downloaded).
         depths: () for two truncated depths chosen by the layer pattern, (0,) for full depth, else the depths to run;
-            with two or more the figures are extended linearly to the full depth.
-        check_depth: with truncation, take memory from the full depth where that fits, else run a third depth and report
-            how far the extension missed it.
+            with two or more the figures are extended linearly to the full depth. Memory is then that of the full depth
+            where it fits, else a third depth says how far the extension missed it.
         device: "cuda:0" or "cpu".
         gpu_key: row of the GPU table that the device is, recorded with the environment.
     """
@@ -93,10 +90,8 @@ class ProbeRequest:
     device: str
     level: Fidelity = Fidelity.PROBE
     depths: tuple[int, ...] = ()
-    check_depth: bool = True
     limits: Limits = field(default_factory=Limits)
     gpu_key: str | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.device != "cpu" and self.device.partition(":")[0] != "cuda":
@@ -149,12 +144,3 @@ class ProbePaths:
         self.request = directory / "request.json"
         self.result = directory / "result.json"
         self.log = directory / "log.txt"
-
-
-def write_json_whole(path: Path, value: object) -> None:
-    """Writes JSON beside `path`, flushes it to disk and renames it: a reader sees all of it or nothing.
-
-    Raises:
-        OSError: no space, no permission; nothing is left behind under `path`.
-    """
-    write_whole(path, json.dumps(value, separators=(",", ":")).encode(), sync=True)

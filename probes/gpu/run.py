@@ -134,7 +134,7 @@ class DepthRunner:
         with meter.following():
             if partitioned:
                 with building(what):
-                    fill_partitions(model, device, setup, trained=self.trained, seed=self.request.seed)
+                    fill_partitions(model, device, setup, trained=self.trained)
             step, mark, job = self._trainer(model, reference, layout, meter)
             config = inner_model(model).config
             batches = [make_batch(setup, config, device=device) for _ in range(_batches(self.request))]
@@ -175,14 +175,11 @@ class DepthRunner:
                 device="meta" if sharded or partitions_first(setup) else device,
                 num_layers=depth,
                 attention=attention,
-                seed=request.seed,
             )
-            reference = build_reference(
-                inner_model(model).config, setup, device=device, attention=attention, seed=request.seed
-            )
+            reference = build_reference(inner_model(model).config, setup, device=device, attention=attention)
             if sharded:
                 layout = layout_model(model, setup, device=device)
-                fill_shards(model, device, setup, seed=request.seed)
+                fill_shards(model, device, setup)
         return model, reference, layout
 
     def _trainer(self, model: Any, reference: Any, layout: Any, meter: Meter) -> tuple[Callable[..., Any], Mark, Any]:

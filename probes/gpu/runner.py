@@ -23,12 +23,13 @@ from pathlib import Path
 
 from planner.core.children import child_environment, python_argv
 from planner.core.errors import EnvironmentProblem
+from planner.core.outputs import write_whole
 from planner.setup.codec import BadOutcome, Outcome, outcome_from_dict
 from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.gpu.environment import child_settings
 from probes.gpu.failures import classify_exit, oom_kill_count
 from probes.gpu.ranks import why_not_probed
-from probes.gpu.request import ProbePaths, ProbeRequest, write_json_whole
+from probes.gpu.request import ProbePaths, ProbeRequest
 from probes.gpu.watch import OnProgress, Watch, read_tail
 
 WORKER_ARGV = python_argv("-m", "probes.gpu.worker")
@@ -97,7 +98,7 @@ def _make_directory(work_dir: Path | None) -> ProbePaths:
 
 def _write_request(request: ProbeRequest, paths: ProbePaths) -> None:
     try:
-        write_json_whole(paths.request, request.to_dict())
+        write_whole(paths.request, json.dumps(request.to_dict()).encode(), sync=True)
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot write the probe's request in {paths.directory}: {error.strerror}",

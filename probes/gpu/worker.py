@@ -23,12 +23,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from planner.core.outputs import write_whole
 from planner.setup.codec import Outcome, evidence_to_dict
 from planner.setup.outcome import ProbeFailure
 from probes.gpu.child import StatusPipe
 from probes.gpu.failures import MachineFault, classify_exception, one_line
 from probes.gpu.ranks import rank_info_of
-from probes.gpu.request import ProbeRequest, write_json_whole
+from probes.gpu.request import ProbeRequest
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_NO_RESULT = 71  # the result could be delivered nowhere
@@ -83,7 +84,7 @@ def deliver(outcome: Outcome, result: Path, status: StatusPipe) -> bool:
     """Writes the result file, or sends it through the pipe where the disk will not take it."""
     values = evidence_to_dict(outcome)
     try:
-        write_json_whole(result, values)
+        write_whole(result, json.dumps(values).encode(), sync=True)
     except OSError as error:
         print(f"cannot write {result}: {error}; sending the result through the pipe", file=sys.stderr)
         return status.send("result", values)

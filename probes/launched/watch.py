@@ -103,7 +103,8 @@ def memory_seen() -> dict[str, Any]:
     """Peaks since the process began, what the driver shows, and the libraries that were used."""
     import resource  # not on native Windows, where nothing is run
 
-    from probes.gpu.environment import library_versions
+    from probes.gpu.environment import LIBRARIES
+    from probes.installed import installed
 
     torch = sys.modules["torch"]
     memory: dict[str, Any] = {
@@ -111,7 +112,7 @@ def memory_seen() -> dict[str, Any]:
         "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda or torch.version.hip or "",
-        "libraries": library_versions(),
+        "libraries": installed(LIBRARIES),
     }
     if not torch.cuda.is_initialized():
         return memory

@@ -11,7 +11,7 @@ import torch.utils._device as device_context
 from torch.overrides import _get_current_function_mode_stack
 
 from probes.patching import Replacement, replaced
-from probes.phantom.claims import CPU, CUDA, META, is_meta, pinned, says_pinned
+from probes.phantom.claims import CPU, CUDA, META, Claims, is_meta, pinned, says_pinned
 from probes.phantom.copies import ready
 from probes.phantom.mode import Phantom
 
@@ -230,7 +230,7 @@ def answering(phantom: Phantom) -> Iterator[None]:
         (torch.nn.Parameter, "__new__", staticmethod(methods.parameter)),
         *((torch, name, methods.moved(getattr(torch, name))) for name in ("tensor", "as_tensor", "asarray")),
         *((torch, name, _with_numbers(getattr(torch, name))) for name in _FACTORIES),
-        (torch, "save", _saving(phantom)),
+        (torch, "save", _saving(phantom.claims)),
         (torch, "load", _loading(phantom)),
         (torch._C, "_group_tensors_by_device_and_dtype", _grouping()),
     ]
@@ -240,16 +240,13 @@ def answering(phantom: Phantom) -> Iterator[None]:
             yield
 
 
-def _saving(phantom: Phantom) -> Callable[..., None]:
+def _saving(claims: Claims) -> Callable[..., None]:
     """`torch.save` of meta tensors as such: they have no bytes to write."""
     true = torch.save
 
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        phantom.claims.depth += 1
-        try:
+        with mock.patch.object(claims, "depth", claims.depth + 1):
             true(obj, ready(f), *args, **kwargs)
-        finally:
-            phantom.claims.depth -= 1
 
     return save
 

@@ -7,9 +7,10 @@ memory happen where they would.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -72,14 +73,9 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         """No wrapping of the dispatch for the compiler, which would be imported for it."""
         return False
 
-    @contextmanager
-    def making_its_own(self) -> Iterator[None]:
+    def making_its_own(self) -> AbstractContextManager[Any]:
         """Within it a new meta tensor is one that PyTorch makes for tensors of the GPU."""
-        before, self._makes_its_own = self._makes_its_own, True
-        try:
-            yield
-        finally:
-            self._makes_its_own = before
+        return mock.patch.object(self, "_makes_its_own", True)
 
     def note(self, text: str) -> None:
         self.notes.setdefault(text)

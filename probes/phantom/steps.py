@@ -59,9 +59,5 @@ def counted(phantom: Phantom, finished: Callable[[Phantom], None]) -> Iterator[N
             finished(phantom)
             raise Done
 
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    try:
+    with register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

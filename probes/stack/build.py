@@ -30,7 +30,6 @@ def build_model(
     device: str | torch.device,
     num_layers: int | None = None,
     attention: str | None = None,
-    seed: int = 0,
 ) -> Any:
     """The model of `spec_config` as `setup` trains it, on `device`, with random weights.
 
@@ -45,7 +44,7 @@ def build_model(
     config = load_config(spec_config)
     if num_layers is not None:
         config = truncated_config(config, num_layers)
-    return build_from_config(config, setup, device=device, attention=attention, seed=seed)
+    return build_from_config(config, setup, device=device, attention=attention)
 
 
 def _quantize(model: Any, setup: TrainSetup) -> None:
@@ -60,7 +59,7 @@ def _quantize(model: Any, setup: TrainSetup) -> None:
 
 
 def build_from_config(
-    config: Any, setup: TrainSetup, *, device: str | torch.device, attention: str | None = None, seed: int = 0
+    config: Any, setup: TrainSetup, *, device: str | torch.device, attention: str | None = None
 ) -> Any:
     """`build_model` from transformers' own configuration object (which is changed: attention, dtype)."""
     device = torch.device(device)
@@ -76,7 +75,7 @@ def build_from_config(
         if setup.quantized:
             _quantize(model, setup)
         if device.type != "meta":
-            materialize(model, device, seed=seed)
+            materialize(model, device)
         if setup.kbit_fp32_cast:
             from peft import prepare_model_for_kbit_training
 
@@ -103,9 +102,7 @@ def build_from_config(
 _INITIALISERS = ("kaiming_uniform_", "normal_", "uniform_", "zeros_")
 
 
-def build_reference(
-    config: Any, setup: TrainSetup, *, device: str | torch.device, attention: str | None = None, seed: int = 0
-) -> Any:
+def build_reference(config: Any, setup: TrainSetup, *, device: str | torch.device, attention: str | None = None) -> Any:
     """The frozen copy of the weights that an objective compares with, None where it needs none (`Objective.reference`).
 
     Args:
@@ -116,7 +113,7 @@ def build_reference(
     if not setup.copies_reference:
         return None
     plain = setup.replace(checkpointing=0, selective_checkpointing=False, activation_offload=False, kernels="eager")
-    return build_from_config(copy.deepcopy(config), plain, device=device, attention=attention, seed=seed).eval()
+    return build_from_config(copy.deepcopy(config), plain, device=device, attention=attention).eval()
 
 
 def auto_class(config: Any, head: Head = "vocabulary", *, seeing: bool = False) -> Any:
@@ -170,9 +167,9 @@ def bare_model(
     return model
 
 
-def materialize(model: Any, device: torch.device, *, seed: int = 0) -> None:
+def materialize(model: Any, device: torch.device) -> None:
     """Random weights on `device` in place of meta ones, module by module; buffers are computed by the model itself."""
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = torch.Generator(device=device).manual_seed(0)
     done: dict[int, nn.Parameter] = {}
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for module in model.modules():

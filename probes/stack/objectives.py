@@ -41,11 +41,11 @@ class LossInputs(NamedTuple):
         with headless(inner, partial(head_loss, inner, self.setup.loss, scored=scored)):
             return forward(**self.batch.model_inputs, labels=self.batch.labels)
 
-    def log_probs(self, inner: Any, forward: Any, *, summed: bool = True) -> torch.Tensor:
-        """The log-probability of every sequence, or of its tokens, without gradients and with nothing left but it."""
+    def log_probs(self, inner: Any, forward: Any) -> torch.Tensor:
+        """The log-probability of every sequence, without gradients and with nothing left but it."""
         with torch.no_grad():
             log_probs: torch.Tensor = self.outputs(inner, forward)["log_probs"]
-            return log_probs.sum(dim=1) if summed else log_probs
+            return log_probs.sum(dim=1)
 
     def precomputed(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A reference's log-probabilities that came with the batch, of both halves."""

@@ -19,14 +19,14 @@ def shards_first(setup: TrainSetup) -> bool:
     return setup.parallel == "fsdp2"
 
 
-def fill_shards(model: Any, device: torch.device, setup: TrainSetup, *, seed: int = 0) -> None:
+def fill_shards(model: Any, device: torch.device, setup: TrainSetup) -> None:
     """Gives every rank its part of the weights on `device` (in the host's memory where parameters are offloaded),
     random as `materialize` makes them; buffers are whole on every rank and computed by the model itself."""
     parameter_device = torch.device("cpu") if setup.offload == "parameters" else device
     model.to_empty(device=parameter_device)
     inner = inner_model(model)
     inner.tie_weights()
-    generator = torch.Generator(device=parameter_device).manual_seed(seed)
+    generator = torch.Generator(device=parameter_device).manual_seed(0)
     for module in model.modules():
         if packed := is_nf4(module):
             _fill_packed(module, device, generator)

@@ -299,21 +299,17 @@ def _marks(trainer: Trainer, tell: Mark) -> Iterator[None]:
         in_backward = True
         tell("backward", layer)
 
-    handles = []
-    for inner in (trainer.inner,) if trainer.reference is None else (trainer.inner, trainer.reference[0]):
-        for index, layer in enumerate(layers_of(inner)):
-            # first of all hooks, so that what FSDP2's hooks allocate for a layer is told as that layer's
-            handles.append(layer.register_forward_pre_hook(partial(before, index), prepend=True))
-            handles.append(layer.register_forward_hook(partial(after, index), prepend=True))
-        backbone = backbone_of(inner)
-        first = inner.get_encoder() if inner.config.is_encoder_decoder else backbone
-        handles.append(first.register_forward_pre_hook(backbone_starts))
-        handles.append(backbone.register_forward_hook(backbone_ends))
-    try:
+    with ExitStack() as stack:
+        for inner in (trainer.inner,) if trainer.reference is None else (trainer.inner, trainer.reference[0]):
+            for index, layer in enumerate(layers_of(inner)):
+                # first of all hooks, so that what FSDP2's hooks allocate for a layer is told as that layer's
+                stack.enter_context(layer.register_forward_pre_hook(partial(before, index), prepend=True))
+                stack.enter_context(layer.register_forward_hook(partial(after, index), prepend=True))
+            backbone = backbone_of(inner)
+            first = inner.get_encoder() if inner.config.is_encoder_decoder else backbone
+            stack.enter_context(first.register_forward_pre_hook(backbone_starts))
+            stack.enter_context(backbone.register_forward_hook(backbone_ends))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def optimizer_phase(model: Any, optimizer: Any, scaler: Any, device_type: str, *, clips: bool = True) -> None:

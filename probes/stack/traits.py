@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -134,22 +134,16 @@ def _drops(config: Any, names: tuple[str, ...]) -> bool:
 def _alike_once(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Of layers that are built alike the first is run, the others give what it gave."""
     first: dict[str, list[Any]] = {}
-    handles, replaced = [], list[nn.Module]()
-    for layer in layers:
-        given = first.get(repr(layer))
-        if given is None:
-            given = first[repr(layer)] = []
-            handles.append(layer.register_forward_hook(lambda _module, _inputs, out, given=given: given.append(out)))
-        elif "forward" not in vars(layer):
-            layer.forward = lambda *_, given=given, **__: given[-1]
-            replaced.append(layer)
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            given = first.get(repr(layer))
+            if given is None:
+                given = first[repr(layer)] = []
+                stack.enter_context(layer.register_forward_hook(lambda *call, given=given: given.append(call[2])))
+            elif "forward" not in vars(layer):
+                layer.forward = lambda *_, given=given, **__: given[-1]
+                stack.callback(delattr, layer, "forward")
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for layer in replaced:
-            del layer.forward
 
 
 def _extra_copies(model: Any, hidden: int) -> int:

@@ -49,7 +49,7 @@ def partitions_first(setup: TrainSetup) -> bool:
     return setup.parallel == "zero3" and not setup.quantized
 
 
-def fill_partitions(model: Any, device: torch.device, setup: TrainSetup, *, trained: int, seed: int = 0) -> None:
+def fill_partitions(model: Any, device: torch.device, setup: TrainSetup, *, trained: int) -> None:
     """Gives a model on meta random weights of which this rank keeps its part: no GPU ever holds more than one module
     whole. In the engine's type, which it insists on for weights that are cut already; buffers are whole.
 
@@ -68,7 +68,7 @@ def fill_partitions(model: Any, device: torch.device, setup: TrainSetup, *, trai
             if buffer.device.type == "meta":
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
     compute_buffers(inner)
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = torch.Generator(device=device).manual_seed(0)
     done: dict[int, torch.nn.Parameter] = {}
     with _no_compilation() if device.type == "cpu" else nullcontext():
         deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())

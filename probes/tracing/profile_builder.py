@@ -22,6 +22,7 @@ from planner.memory.profiles import (
     ProfileMoment,
     StepProfile,
     at_rest,
+    library_versions,
     profiled_kind,
     resized_bytes,
     structure_key,
@@ -36,7 +37,6 @@ from planner.planning.space import dimension_values, planned_values
 from planner.setup import TrainSetup
 from probes.allocator.repetitions import rounded
 from probes.dryrun.api import VERSION
-from probes.dryrun.cache import library_versions
 from probes.dryrun.repeat_layers import RepetitionError
 from probes.dryrun.startup import collection_paused, load_libraries
 from probes.tracing.moments import MemoryMoment
@@ -234,7 +234,7 @@ def build_profiles(
 
 def versions() -> dict[str, str]:
     """Of what is run here."""
-    return {**dict(library_versions()), "dry run": str(VERSION), "step profile": STEP_PROFILE}
+    return {**library_versions(), "dry run": str(VERSION), "step profile": STEP_PROFILE}
 
 
 StructureCase = tuple[TrainSetup, GpuSpec]

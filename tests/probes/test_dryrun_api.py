@@ -192,7 +192,7 @@ def test_cache_key_changes_with_everything_that_matters(monkeypatch: pytest.Monk
         key(own_version=VERSION + 1),
         key(options={"full_depth": True}),
     }
-    monkeypatch.setattr(cache, "library_versions", lambda: (("torch", "0.0"),))
+    monkeypatch.setattr(cache, "library_versions", lambda: {"torch": "0.0"})
     keys.add(key())
     assert len(keys) == 7
     assert key(config=small_config("llama") | {"_source": "a note"}) == key()

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES
 from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
+from probes.gpu import microbench
 from probes.gpu.child import StatusPipe
 from probes.gpu.depth import choose_depths
 from probes.gpu.measure import measure
-from probes.gpu.meters import BENCH_BYTES, CpuMeter, copy_bandwidth
+from probes.gpu.meters import CpuMeter
 from probes.gpu.request import Limits, ProbeRequest
 from probes.gpu.runner import run_probe
 from probes.gpu.timing import DepthRun, extend, miss_fraction, settled, timed_until_settled
@@ -47,7 +48,7 @@ MEMORY_TOLERANCE = 0.01
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bandwidth beside every measurement is found with 4 MiB instead of 64."""
-    monkeypatch.setitem(BENCH_BYTES, "cpu", 1 << 22)
+    monkeypatch.setattr(microbench, "CPU_COPY_BYTES", 1 << 22)
 
 
 def setup(**changes: Any) -> TrainSetup:
@@ -208,18 +209,18 @@ def test_extension_of_noise_never_runs_backwards() -> None:
 
 
 def test_depths_follow_the_layer_pattern() -> None:
-    plain = choose_depths(LLAMA, setup(), check=True)
+    plain = choose_depths(LLAMA, setup())
     assert (plain.short, plain.long, plain.check, plain.full) == (2, 4, 6, 10)
-    gemma = choose_depths({**GEMMA2, "num_hidden_layers": 12}, setup(attention="eager"), check=False)
+    gemma = choose_depths({**GEMMA2, "num_hidden_layers": 12}, setup(attention="eager"))
     assert gemma.short is not None
     assert gemma.long is not None
-    assert (gemma.short % 2, gemma.long % 2, gemma.check) == (0, 0, None)
-    third = choose_depths({**LLAMA, "num_hidden_layers": 20}, setup(checkpointing=3), check=True)
+    assert (gemma.short % 2, gemma.long % 2) == (0, 0)
+    third = choose_depths({**LLAMA, "num_hidden_layers": 20}, setup(checkpointing=3))
     assert third.short is not None
     assert third.long is not None
     assert (third.long - third.short) % 3 == 0
     assert (20 - third.long) % 3 == 0  # what is added is whole periods
-    assert not choose_depths({**LLAMA, "num_hidden_layers": 3}, setup(), check=True).truncated
+    assert not choose_depths({**LLAMA, "num_hidden_layers": 3}, setup()).truncated
 
 
 # Real probes
@@ -257,7 +258,7 @@ def test_truncated_probe_agrees_with_full_depth(family: str, checkpointing: int)
 )
 def test_probe_runs_every_method(changes: dict[str, Any]) -> None:
     train_setup = setup(**changes)
-    measurement = here(LLAMA, train_setup, depths=(1, 2), check_depth=False)
+    measurement = here(LLAMA, train_setup, depths=(1, 2))
     assert measurement.layers_measured == (1, 2)
     assert measurement.peak_allocated_bytes == max(measurement.phase_peaks_bytes.values())
     assert measurement.tokens_per_step == train_setup.tokens_per_step
@@ -312,4 +313,4 @@ def test_cpu_meter_counts_blocks_of_512_bytes_per_phase() -> None:
 
 
 def test_copy_bandwidth_is_of_this_machine() -> None:
-    assert SLOWEST_COPY_BYTES_PER_S < copy_bandwidth("cpu") < 1e13
+    assert SLOWEST_COPY_BYTES_PER_S < microbench.free_copy_rate("cpu") < 1e13

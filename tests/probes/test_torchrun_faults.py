@@ -1,5 +1,6 @@
 """A job of two ranks: whatever becomes of one of them, the outcome has the right name and no process is left."""
 
+import json
 import os
 import signal
 import subprocess
@@ -145,7 +146,7 @@ def test_killed_agent_takes_the_ranks_along(tmp_path: Path) -> None:
 def test_killed_runner_takes_agent_and_ranks_along(tmp_path: Path) -> None:
     folder = tmp_path / "pids"
     request_path = tmp_path / "request.json"
-    runner.write_json_whole(request_path, request(folder, rank0="waits", rank1="waits").to_dict())
+    request_path.write_text(json.dumps(request(folder, rank0="waits", rank1="waits").to_dict()))
     script = textwrap.dedent(f"""
         import json
         from pathlib import Path
