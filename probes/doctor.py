@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.core.children import child_environment, python_argv
-from planner.core.install import install_command, packages_command
+from planner.core.install import install_command, installed, packages_command
 from planner.core.records import dataclass
 from planner.core.units import GIB, gib
 from planner.hardware.amd import AmdSmi
@@ -23,7 +23,6 @@ from planner.hardware.driver import text as text_of
 from probes.gpu.environment import device_status
 from probes.gpu.executors import local_devices
 from probes.gpu.topology import topology
-from probes.installed import installed
 
 Level = Literal["ok", "warning", "missing"]
 

@@ -17,7 +17,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,19 @@ from typing import Any
 from planner.core.errors import UnknownModelError
 from planner.core.packed import read_packed, write_packed
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profiles import OF_RANKS, SCHEMA, SHIPPED, config_digest, profiles_of, save_profiles, structure_key
+from planner.memory.engines import engine_of
+from planner.memory.profiles import (
+    OF_RANKS,
+    SCHEMA,
+    SHIPPED,
+    config_digest,
+    profiled_breakdown,
+    profiled_step,
+    profiles_of,
+    save_profiles,
+    structure_key,
+)  # fmt: skip
+from planner.memory.rank_part import rank_parts
 from planner.models import catalogue
 from planner.models.families import spec_from_config
 from planner.models.spec import AttentionSpec, ModelSpec
@@ -35,7 +47,8 @@ from planner.planning.space import PLANNED_CHECKPOINTING
 from planner.setup import TrainSetup
 from planner.speed.step_program import SHIPPED as PROGRAMS
 from planner.speed.step_program import save_programs
-from probes.tracing.check import deviations
+from probes.dryrun import dry_run_report
+from probes.dryrun.report import DryRunReport
 from probes.tracing.profile_builder import (
     ProfileBuilder,
     build_profiles,
@@ -49,6 +62,25 @@ from probes.tracing.programs import ProgramBuilder, program_structures
 SPACINGS = [spacing for spacing in PLANNED_CHECKPOINTING if spacing]
 SAME = 0.001
 """A profile's own error is 0.01 % at most (docs/step-profiles.md)."""
+SAMPLES = ((1, 1, 1024, 16), (3, 1, 1536, 8), (4, 2, 2048, 32))
+"""Micro-batch, accumulation, length, of no more tokens than the model has positions for, and rank."""
+
+
+def deviations(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Iterator[tuple[str, float, float]]:
+    """(words, profile / dry run - 1 of the allocated peak, of the reserved one) of a structure at some sizes; nothing
+    where either has none."""
+    for micro, steps, tokens, rank in SAMPLES:
+        length = min(tokens, model.learned_positions or tokens)
+        sizes = {"micro_batch_seqs": micro, "accumulation_steps": steps, "seq_len_tokens": length}
+        sample = setup.replace(**sizes, lora_rank=rank if setup.method != "full" else 0)
+        step = profiled_step(model, gpu, sample)
+        report = dry_run_report(model, gpu, sample, use_cache=False)
+        if step is None or not isinstance(report, DryRunReport):
+            continue
+        state = engine_of(sample).state(rank_parts(model, sample)[0], sample, accumulated=sample.adds_gradients)
+        mine, seen = profiled_breakdown(step, gpu, sample, state), report.prediction
+        reserved = mine.peak_reserved_bytes / seen.peak_reserved_bytes - 1
+        yield f"{micro} x {length}, {steps} steps", mine.peak_allocated_bytes / seen.peak_allocated_bytes - 1, reserved
 
 
 def path_of(model: ModelSpec, shipped: Path = SHIPPED) -> Path | None:

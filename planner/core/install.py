@@ -3,6 +3,8 @@
 import json
 import shlex
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -60,3 +62,14 @@ def _source(extra: str) -> list[str]:
     if path is not None and path.suffix == ".whl" and path.is_file():
         return [f"{DISTRIBUTION}{extra} @ {address}"]
     return [f"{DISTRIBUTION}{extra}"]
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Name -> version; what is not installed is left out."""
+    from importlib.metadata import PackageNotFoundError, version  # late: it loads a mail reader
+
+    versions = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

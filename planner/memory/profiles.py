@@ -5,13 +5,13 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, lru_cache
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from planner.core.install import installed
 from planner.core.packed import read_packed, write_packed
 from planner.core.records import dataclass
 from planner.core.shipped import DATA
@@ -488,13 +488,7 @@ def _own_profiles(name: str) -> ModelProfiles | None:
 @cache
 def library_versions() -> Mapping[str, str]:
     """Installed versions of what a step executes; "absent" where one is missing."""
-    from importlib.metadata import PackageNotFoundError, version  # late: it loads a mail reader
-
-    versions = dict.fromkeys(LIBRARIES, "absent")
-    for name in LIBRARIES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
+    return dict.fromkeys(LIBRARIES, "absent") | installed(LIBRARIES)
 
 
 def user_directory() -> Path:

@@ -6,8 +6,7 @@ from itertools import zip_longest
 from planner.core.records import dataclass
 from probes.allocator.blocks import Block
 from probes.allocator.caching import CachingAllocator, OutOfDeviceMemory
-from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.repetitions import Repetition, Step
+from probes.allocator.events import Alloc, Event, Free, Phase, Repetition, Step
 
 _Live = dict[int, tuple[Block, int] | None]
 """Storage -> its block and the bytes asked for; None: of zero bytes."""

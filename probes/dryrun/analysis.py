@@ -7,8 +7,7 @@ from functools import lru_cache
 from itertools import chain, zip_longest
 
 from planner.core.records import dataclass
-from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.repetitions import Pattern, Repetition, rounded
+from probes.allocator.events import Alloc, Event, Free, Pattern, Phase, Repetition, rounded
 from probes.dryrun.report import Group
 from probes.dryrun.trace import Trace
 from probes.dryrun.tracker import Origin

@@ -14,7 +14,7 @@ from planner.planning.evidence.followed import rank_note
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES, MemoryTerm
 from planner.setup.outcome import Fidelity, Prediction
-from probes.allocator import replay
+from probes.allocator.replay import replay
 from probes.dryrun.analysis import curve_of, phase_peaks, timeline
 from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.operators import full_program

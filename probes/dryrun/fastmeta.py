@@ -31,10 +31,6 @@ def _in_place_list(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return DONE if args[0] and args[0][0].is_meta else None  # an optimizer counts its steps on the CPU
 
 
-def _in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return DONE
-
-
 DONE = object()
 """What an operator that changes its arguments in place and returns nothing gives."""
 
@@ -50,8 +46,7 @@ SHORTCUTS: dict[Any, Shortcut] = {
 
 def register_in_place(*operators: Any) -> None:
     """Further operators that change their arguments in place, make nothing and return nothing."""
-    for operator in operators:
-        SHORTCUTS[operator] = _in_place
+    SHORTCUTS.update(dict.fromkeys(operators, lambda args, kwargs: DONE))
 
 
 _PLAIN = frozenset({bool, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, str})

@@ -16,7 +16,7 @@ import torch
 
 from planner.core.records import dataclass
 from probes.patching import Replacement, replaced
-from probes.stack.autocast import cached_cast, emulated_autocast_dtype, emulated_autocast_enabled, without_casts
+from probes.stack.autocast import State, cached_cast, without_casts
 
 FLASH_NAME = "planner_fa2"
 """Our name for flash-attention 2 in transformers' registry; one with "flash" in it would ask for the package."""
@@ -58,13 +58,12 @@ class Attention(NamedTuple):
 
     def under_autocast(self) -> "Attention":
         """In the types that autocast casts its arguments to, where it is on."""
-        if not emulated_autocast_enabled():
+        if not State.enabled:
             return self
-        dtype = emulated_autocast_dtype()
-        query, key, value = (cached_cast(tensor, dtype) for tensor in self[:3])
+        query, key, value = (cached_cast(tensor, State.dtype) for tensor in self[:3])
         mask = self.attn_mask
         if mask is not None and mask.is_floating_point():
-            mask = cached_cast(mask, dtype)
+            mask = cached_cast(mask, State.dtype)
         return self._replace(query=query, key=key, value=value, attn_mask=mask)
 
 
@@ -239,8 +238,8 @@ def flash_attention_2(log: KernelLog) -> Any:
             value = torch.nn.functional.pad(value, [0, head - value_head])
         if query.dtype is torch.float32:
             config: Any = module.config
-            if emulated_autocast_enabled():
-                dtype = emulated_autocast_dtype()
+            if State.enabled:
+                dtype = State.dtype
             elif hasattr(config, "_is_quantized") and config.dtype is not None:
                 dtype = config.dtype
             else:

@@ -146,8 +146,6 @@ def meta_operators() -> Iterator[None]:
 
 def in_place_updates() -> None:
     """Tells that bitsandbytes' optimizers change their arguments in place."""
-    names = ("optimizer_update_8bit_blockwise", "optimizer_update_32bit")
-    operators = [getattr(torch.ops.bitsandbytes, name, None) for name in names]
-    register_in_place(
-        *(operator.default for operator in operators if operator is not None)
-    )  # before 0.47 they are no operators
+    for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
+        if hasattr(torch.ops.bitsandbytes, name):  # from 0.47 on
+            register_in_place(getattr(torch.ops.bitsandbytes, name).default)

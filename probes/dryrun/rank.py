@@ -17,8 +17,7 @@ import torch
 
 from planner.planning.evidence.followed import traced_rank, why_not_traced
 from planner.setup import TrainSetup
-from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.repetitions import flat
+from probes.allocator.events import Alloc, Event, Free, Phase, flat
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.layout_tracker import LayoutTracker, untracked_trials

@@ -22,8 +22,7 @@ import torch
 
 from planner.core.records import dataclass
 from planner.setup import TrainSetup
-from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.repetitions import Pattern, Repetition, Step, flat
+from probes.allocator.events import Alloc, Event, Free, Pattern, Phase, Repetition, Step, flat
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.metaops import quick_checks
 from probes.dryrun.trace import Trace, Trainable, claim_optimizer_state

@@ -11,8 +11,7 @@ import torch
 from planner.core.records import dataclass
 from planner.memory.attention_kernels import brings_xformers
 from planner.setup import TrainSetup
-from probes.allocator.events import Event
-from probes.allocator.repetitions import Repetition, flat
+from probes.allocator.events import Event, Repetition, flat
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
 from probes.dryrun.operators import OperatorLog

@@ -97,7 +97,7 @@ class ValuedTracker(Tracker):
                 return value.to(dtype, copy=True)
             return torch.full(args[0].shape, answer(args[0].dtype, self.values.uniform(args[0])), dtype=dtype)
         if func is _COPY:
-            return self._copied(*args[:2])
+            return self.values.copied(*args[:2])
         handler = HANDLERS.get(func)
         if handler is not None:
             out = handler(self._card, func, args, kwargs)
@@ -123,24 +123,6 @@ class ValuedTracker(Tracker):
             places = torch.arange(out[1].numel()) % args[0].shape[-1]
             self.values.keep(out[1], places.reshape(out[1].shape))
         return out
-
-    def _copied(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """`destination.copy_(source)` between any two kinds of tensors."""
-        values = self.values.real(source) if _is_meta(source) else source
-        if not _is_meta(destination):
-            return destination if values is None else destination.copy_(values)
-        mine = self.values.real(destination)
-        if values is None:
-            self.values.drop(destination.untyped_storage()._cdata)
-        elif mine is not None:
-            mine.copy_(values)
-        elif (
-            self.values.worth_keeping(destination.dtype, destination.numel())
-            # all of its storage, so that values for it are values for every view of it
-            and destination.numel() * destination.element_size() == destination.untyped_storage().nbytes()
-        ):
-            self.values.keep(destination, torch.empty(destination.shape, dtype=destination.dtype).copy_(values))
-        return destination
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.samples.lengths import OverLengths
 from planner.setup import TrainSetup
-from probes.allocator import Alloc, Event, Free, Phase, ReplayResult, replay
-from probes.allocator.repetitions import flat
+from probes.allocator.events import Alloc, Event, Free, Phase, flat
+from probes.allocator.replay import ReplayResult, replay
 from probes.dryrun.api import DEFAULT_CAPABILITY, overhead_bytes
 from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace

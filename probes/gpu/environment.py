@@ -11,11 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from planner.core.install import installed
 from planner.core.records import dataclass
 from planner.frameworks.exporters.common import allocator_settings
 from planner.hardware.driver import device_handle, nvml, text
 from planner.setup.outcome import Environment
-from probes.installed import installed
 
 LIBRARIES = (
     "torch", "transformers", "peft", "bitsandbytes", "accelerate", "trl", "liger-kernel", "flash-attn", "triton",

@@ -103,8 +103,8 @@ def memory_seen() -> dict[str, Any]:
     """Peaks since the process began, what the driver shows, and the libraries that were used."""
     import resource  # not on native Windows, where nothing is run
 
+    from planner.core.install import installed
     from probes.gpu.environment import LIBRARIES
-    from probes.installed import installed
 
     torch = sys.modules["torch"]
     memory: dict[str, Any] = {

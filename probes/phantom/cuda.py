@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from probes.allocator import CachingAllocator
+from probes.allocator.caching import CachingAllocator
 from probes.patching import Replacement, nothing, replaced
 from probes.phantom.card import Card
 from probes.phantom.claims import CPU, CUDA
@@ -63,7 +63,7 @@ def properties(card: Card) -> Properties:
     )
 
 
-class Stream:
+class Stream(nullcontext["Stream"]):
     """A stream on which everything has happened."""
 
     cuda_stream = stream_id = device_index = priority = 0
@@ -71,13 +71,8 @@ class Stream:
     synchronize = wait_event = wait_stream = nothing
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        super().__init__(self)
         self.device = CUDA
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        pass
 
     def record_event(self, event: Any = None) -> Any:
         return event or Event()

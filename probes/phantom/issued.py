@@ -72,12 +72,7 @@ class Issued(OperatorLog):
         num = self._num_modules.get(id(model))
         if num is None:
             num = self._num_modules[id(model)] = sum(1 for _ in model.modules())
-        made = Operator(f"{TRAINER}{what}", numbers=(float(num),))
-        number = self._known.get(made)
-        if number is None:
-            number = self._known[made] = len(self.operators)
-            self.operators.append(made)
-        self.calls.append(number * len(ISSUERS) + 1)
+        self.calls.append(self._number(Operator(f"{TRAINER}{what}", numbers=(float(num),))) * len(ISSUERS) + 1)
 
     def micro_batch_begins(self) -> None:
         self._micro_batch = len(self.calls)

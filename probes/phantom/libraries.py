@@ -3,7 +3,7 @@
 import re
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -209,20 +209,15 @@ def _saved(filename: Any, device: Any) -> dict[str, torch.Tensor]:
         return cast(dict[str, torch.Tensor], torch.load(file, map_location=torch.device(device), weights_only=True))
 
 
-class _Opened:
+class _Opened(nullcontext["_Opened"]):
     """What `safe_open` gives of a file that a traced program saved."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(self)
         self.get_tensors = lambda: tensors
         self.keys = self.offset_keys = lambda: list(tensors)
         self.get_tensor = self.get_slice = tensors.__getitem__
         self.metadata = lambda: {"format": "pt"}
-
-    def __enter__(self) -> "_Opened":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing is open."""
 
 
 def _open_saved(phantom: Phantom, safetensors: Any, patch: Patch) -> None:

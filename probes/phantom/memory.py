@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 
 from planner.core.units import gib
-from probes.allocator import Alloc, CachingAllocator, EmptyCache, Event, Free, OutOfDeviceMemory
 from probes.allocator.blocks import Block
+from probes.allocator.caching import CachingAllocator, OutOfDeviceMemory
+from probes.allocator.events import Alloc, EmptyCache, Event, Free
 from probes.phantom.card import Card
 from probes.phantom.origins import Origin, Origins
 

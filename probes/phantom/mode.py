@@ -189,7 +189,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if func is _ITEM:
             return self._item(args[0])
         if func is _COPY:
-            return self._copy(func, args, kwargs)
+            return self.values.copied(*args[:2])
         if func is _TO_COPY and kind == "cpu":
             return self._to_host(args[0], kwargs)
         target = self._target(kind, metas, func)
@@ -267,25 +267,6 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         self.origins.record_question(self, "values of a GPU tensor on the host")
         uniform = self.values.uniform(tensor)
         return torch.full(tensor.shape, answer(tensor.dtype, uniform), dtype=dtype, device=CPU)
-
-    def _copy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        destination, source = args[0], args[1]
-        values = self.values.real(source) if truly_meta(source) else source
-        if not truly_meta(destination):
-            if values is not None:
-                destination.copy_(values)
-            return destination
-        key = destination.untyped_storage()._cdata
-        if values is not None and self.values.worth_keeping(destination.dtype, destination.numel()):
-            mine = self.values.real(destination)
-            if mine is not None:
-                mine.copy_(values)
-            elif destination.numel() * destination.element_size() == destination.untyped_storage().nbytes():
-                copy = torch.empty(destination.shape, dtype=destination.dtype, device=CPU)
-                self.values.keep(destination, copy.copy_(values))
-        else:
-            self.values.drop(key)
-        return destination
 
     def _on_card(self, tensor: torch.Tensor) -> bool:
         return self.claims.devices.get(tensor.untyped_storage()._cdata) is CUDA

@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 
 from planner.core.records import dataclass
-from probes.allocator import Alloc, Event, Free
 from probes.allocator.blocks import SMALL_BYTES
+from probes.allocator.events import Alloc, Event, Free
 from probes.phantom.claims import truly_meta
 from probes.phantom.imports import Patch
 from probes.phantom.mode import Phantom

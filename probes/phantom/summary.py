@@ -4,10 +4,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
+from planner.core.install import installed
 from planner.planning.trace_result import Holding, TraceResult
-from probes.allocator import Alloc, Free
-from probes.allocator.repetitions import rounded
-from probes.installed import installed
+from probes.allocator.events import Alloc, Free, rounded
 from probes.phantom.mode import Phantom
 from probes.phantom.origins import Origin, code_name
 from probes.phantom.session import EAGER

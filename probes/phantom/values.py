@@ -87,6 +87,20 @@ class Values:
         assert mine is not None
         mine.copy_(values)
 
+    def copied(self, destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """`destination.copy_(source)` between any two kinds of tensors."""
+        values = self.real(source) if truly_meta(source) else source
+        if not truly_meta(destination):
+            return destination if values is None else destination.copy_(values)
+        if values is None or not self.worth_keeping(destination.dtype, destination.numel()):
+            self.drop(destination.untyped_storage()._cdata)
+        elif (mine := self.real(destination)) is not None:
+            mine.copy_(values)
+        elif destination.numel() * destination.element_size() == destination.untyped_storage().nbytes():
+            # all of its storage, so that values for it are values for every view of it
+            self.keep(destination, torch.empty(destination.shape, dtype=destination.dtype, device=CPU).copy_(values))
+        return destination
+
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any], metas: Sequence[torch.Tensor]) -> tuple[bool, Any]:
         """(whether the output is made already, the output): an operator whose meta tensors are `metas`, run on what
         is known."""

@@ -16,8 +16,7 @@ from planner.models.targets import Targets, peft_target_modules
 from planner.setup import TrainSetup
 from probes.stack.configs import has_audio, num_layers
 from probes.stack.dtypes import DTYPES
-from probes.stack.tree import spec_of_model
-from probes.stack.unadaptable import unadaptable_modules
+from probes.stack.tree import spec_of_model, unadaptable_modules
 
 
 def target_modules(model: Any, targets: Targets, *, seeing: bool = False) -> str | list[str]:

@@ -47,24 +47,14 @@ PROMOTE = (
 """Upsampling (fp32 list) is left out: no language model calls it."""
 
 
-class _State:
-    """What one thread's emulated autocast is doing."""
+class State:
+    """What one thread's emulated autocast is doing: whether it is switched on now, and its 16-bit type."""
 
     enabled = False
     dtype = torch.bfloat16
     depth = 0
     cache_enabled = True
     cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # noqa: RUF012 - one per process, cleared on exit
-
-
-def emulated_autocast_enabled() -> bool:
-    """Whether the emulation is switched on now."""
-    return _State.enabled
-
-
-def emulated_autocast_dtype() -> torch.dtype:
-    """The 16-bit type of the emulation."""
-    return _State.dtype
 
 
 def _eligible(value: object) -> bool:
@@ -80,8 +70,8 @@ def cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype is dtype:
         return tensor
     cacheable = (
-        _State.cache_enabled
-        and dtype is _State.dtype
+        State.cache_enabled
+        and dtype is State.dtype
         and tensor.dtype is torch.float32
         and tensor.requires_grad
         and tensor.is_leaf
@@ -89,10 +79,10 @@ def cached_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
     if not cacheable:
         return tensor.to(dtype)
-    hit = _State.cache.get(id(tensor))
+    hit = State.cache.get(id(tensor))
     if hit is None:
         hit = (tensor, tensor.to(dtype))
-        _State.cache[id(tensor)] = hit
+        State.cache[id(tensor)] = hit
     return hit[1]
 
 
@@ -115,7 +105,7 @@ def _kernel(op: Any, policy: str, key_set: Any) -> Callable[..., Any]:
 
     def cast(*args: Any, **kwargs: Any) -> Any:
         with exclude(key_set):
-            dtype = torch.float32 if policy == "fp32" else _State.dtype
+            dtype = torch.float32 if policy == "fp32" else State.dtype
             return op(*[_cast(arg, dtype) for arg in args], **{k: _cast(v, dtype) for k, v in kwargs.items()})
 
     def set_dtype(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +128,7 @@ def _kernel(op: Any, policy: str, key_set: Any) -> Callable[..., Any]:
         with exclude(key_set):
             flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
             wide = any(_eligible(item) and item.dtype is torch.float32 for item in flat)
-            dtype = torch.float32 if wide else _State.dtype
+            dtype = torch.float32 if wide else State.dtype
             return op(*[_cast(arg, dtype) for arg in args], **kwargs)
 
     table = {"lower": cast, "fp32": cast, "set": set_dtype, "append": append_dtype, "promote": promote}
@@ -173,19 +163,19 @@ def _switch(on: bool) -> None:
 def emulated_autocast(dtype: torch.dtype, *, enabled: bool = True, cache_enabled: bool = True) -> Iterator[None]:
     """CUDA's autocast to `dtype` for CPU and meta tensors, nestable like `torch.autocast`."""
     _register()
-    before = (_State.enabled, _State.dtype, _State.cache_enabled, torch.is_autocast_enabled("cuda"))
-    _State.enabled, _State.dtype, _State.cache_enabled = enabled, dtype, cache_enabled
-    _State.depth += 1
+    before = (State.enabled, State.dtype, State.cache_enabled, torch.is_autocast_enabled("cuda"))
+    State.enabled, State.dtype, State.cache_enabled = enabled, dtype, cache_enabled
+    State.depth += 1
     _switch(enabled)
     torch.set_autocast_enabled("cuda", enabled)  # what `torch.is_autocast_enabled()` answers, as peft asks
     try:
         yield
     finally:
-        _State.depth -= 1
-        if _State.depth == 0:
-            _State.cache.clear()
-        _State.enabled, _State.dtype, _State.cache_enabled = before[:3]
-        _switch(_State.enabled)
+        State.depth -= 1
+        if State.depth == 0:
+            State.cache.clear()
+        State.enabled, State.dtype, State.cache_enabled = before[:3]
+        _switch(State.enabled)
         torch.set_autocast_enabled("cuda", before[3])
 
 
@@ -208,8 +198,8 @@ class _Autocast(ContextDecorator):
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        caches = _State.cache_enabled if cache_enabled is None else cache_enabled
-        self._make = partial(emulated_autocast, dtype or _State.dtype, enabled=enabled, cache_enabled=caches)
+        caches = State.cache_enabled if cache_enabled is None else cache_enabled
+        self._make = partial(emulated_autocast, dtype or State.dtype, enabled=enabled, cache_enabled=caches)
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> "_Autocast":
@@ -226,8 +216,8 @@ def emulation_installed() -> AbstractContextManager[None]:
     _register()
     return replaced(
         [
-            (torch, "is_autocast_enabled", lambda device_type="cuda": _State.enabled),
-            (torch, "get_autocast_dtype", lambda device_type="cuda": _State.dtype),
+            (torch, "is_autocast_enabled", lambda device_type="cuda": State.enabled),
+            (torch, "get_autocast_dtype", lambda device_type="cuda": State.dtype),
             (torch, "autocast", _Autocast),
             (torch.amp, "autocast", _Autocast),
             (torch.amp, "is_autocast_available", lambda device_type="cuda": True),

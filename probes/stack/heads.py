@@ -10,8 +10,7 @@ import torch
 from planner.speed.operators import WAIT
 from probes.stack.configs import layers_of
 from probes.stack.kernels import launched
-from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy, checkpointed_nll
-from probes.stack.real_losses import real_loss
+from probes.stack.losses import ChunkedNll, FusedLinearCrossEntropy, checkpointed_nll, real_loss
 
 
 def head_loss(

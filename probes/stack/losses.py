@@ -1,11 +1,13 @@
 """The loss as each trainer computes it: logits materialised, TRL's chunked head, Liger's fused linear cross-entropy.
 
 The chunked and fused forms are written here from their descriptions, buffer by buffer, because the originals need
-Triton: what matters is which tensors live when.
+Triton: what matters is which tensors live when. The originals need the same memory but not the same time: a probe that
+measures speed runs these, where the libraries are installed and a GPU is there (`real_loss`).
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ import torch.utils.checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.options.losses import TRL_CHECKPOINTED_CHUNK, TRL_TOKEN_CHUNK, TRL_VOCAB_CHUNK
-from probes.stack.autocast import emulated_autocast_dtype, emulated_autocast_enabled
+from planner.setup import TrainSetup
+from probes.stack.autocast import State
 from probes.stack.kernels import launched
 
 Kernel = Callable[..., None]
@@ -243,8 +246,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
 
 def _computed_in(tensor: torch.Tensor) -> torch.dtype:
     """The type in which a product with this tensor is computed here: autocast's, real or emulated, or its own."""
-    if emulated_autocast_enabled():
-        return emulated_autocast_dtype()
+    if State.enabled:
+        return State.dtype
     kind = tensor.device.type
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else tensor.dtype
@@ -320,3 +323,44 @@ def _row_gradients(logits: torch.Tensor, targets: torch.Tensor, normalizers: tor
         gradient = (logits[part].float() - normalizers[part, None]).exp()
         gradient.scatter_add_(-1, wanted.clamp(min=0)[:, None], torch.full_like(gradient[:, :1], -1.0))
         logits[part] = (gradient * (wanted >= 0)[:, None] * scale).to(logits.dtype)
+
+
+_MODULES = {"chunked": ("trl", "datasets"), "liger": ("liger_kernel", "triton")}
+"""trl imports datasets in its backward."""
+
+
+def loss_is_emulated(setup: TrainSetup) -> bool:
+    """Whether a GPU would run this setup's loss by a form of this module, for want of the library."""
+    return setup.loss != "full" and real_loss(setup.loss) is None
+
+
+@cache
+def real_loss(kind: str) -> Any | None:
+    """The library's function with the arguments of the form above; None where the library is missing.
+
+    "chunked": (hidden, weight, bias, targets) -> log-probabilities, entropy, is_top1; "liger": the same arguments ->
+    loss.
+
+    Source: trl 1.16 `trl.kernels.ChunkedLogProbFunction`, as `SFTTrainer` calls it; liger-kernel 0.8
+    `liger_kernel.transformers.functional.liger_fused_linear_cross_entropy`.
+    """
+    if any(find_spec(name) is None for name in _MODULES[kind]):
+        return None
+    try:
+        if kind == "chunked":
+            from trl.kernels import ChunkedLogProbFunction
+        else:
+            from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    except ImportError:  # an older or newer library that keeps its kernel elsewhere
+        return None
+
+    def chunked(hidden: Any, weight: Any, bias: Any, targets: Any) -> Any:
+        outputs = ("entropy", "is_top1")
+        values = ChunkedLogProbFunction.apply(hidden, weight, bias, targets, 1.0, TRL_VOCAB_CHUNK, None, 1.0, outputs)
+        return values[0], values[1], values[4]
+
+    def liger(hidden: Any, weight: Any, bias: Any, targets: Any) -> Any:
+        loss = liger_fused_linear_cross_entropy(hidden, weight, targets, bias=bias)
+        return loss[0] if isinstance(loss, tuple) else loss
+
+    return chunked if kind == "chunked" else liger

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -29,7 +30,6 @@ from planner.models.spec import (
 )
 from probes.stack.configs import layers_of
 from probes.stack.traits import norm_kind, traits_of_model
-from probes.stack.unadaptable import unadaptable_modules
 
 MAX_LAYERS = 1000
 _ATTENTION = re.compile(r"att|mixer", re.IGNORECASE)
@@ -572,3 +572,41 @@ def _first(holder: Any, *names: str) -> Any:
             if value is not None:
                 return value
     return None
+
+
+def unadaptable_modules(model: Any) -> set[str]:
+    """Names of the matrices whose place no adapter can take: what their class does is no product (routers that pick the
+    experts themselves, products by groups), or PEFT refuses their name in a model of this type, whose code takes their
+    weight without calling them.
+
+    Source: peft 0.21 `tuners_utils.py` _check_lora_target_modules_mamba.
+    """
+    import peft
+    from peft.tuners import tuners_utils
+
+    check = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
+    refused = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if not _is_product(module):
+            refused.add(name)
+        elif check is not None:
+            try:
+                check(peft.LoraConfig(), model, name.rpartition(".")[2])
+            except ValueError:
+                refused.add(name)
+    return refused
+
+
+def _is_product(linear: nn.Linear) -> bool:
+    """Whether a matrix's class gives a row of its width for a row of its input's, tried on meta; bitsandbytes' do."""
+    if not type(linear).__module__.startswith("transformers.models."):
+        return True
+    weights = {name: parameter.detach().to("meta") for name, parameter in linear.named_parameters()}
+    row = torch.empty((1, 1, linear.in_features), dtype=linear.weight.dtype, device="meta")
+    try:
+        out = torch.func.functional_call(linear, weights, (row,))
+    except Exception:  # whatever it stumbles over, it takes more than a row
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (1, 1, linear.out_features)

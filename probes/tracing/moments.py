@@ -11,8 +11,7 @@ import numpy as np
 from planner.core.records import dataclass
 from planner.core.units import MIN_BLOCK_BYTES
 from planner.memory.profiles import GRADIENTS, LOSS_BEGINS, Group
-from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.repetitions import Pattern, Repetition
+from probes.allocator.events import Alloc, Event, Free, Pattern, Phase, Repetition
 from probes.dryrun.analysis import Alive
 from probes.dryrun.trace import Trace
 from probes.tracing.sizes import NoPolynomial, Scale, Terms, add

@@ -35,7 +35,7 @@ from planner.planning.groups import WalkCache
 from planner.planning.plan_request import PlanRequest
 from planner.planning.space import dimension_values, planned_values
 from planner.setup import TrainSetup
-from probes.allocator.repetitions import rounded
+from probes.allocator.events import rounded
 from probes.dryrun.api import VERSION
 from probes.dryrun.repeat_layers import RepetitionError
 from probes.dryrun.startup import collection_paused, load_libraries

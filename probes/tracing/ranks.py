@@ -5,8 +5,7 @@ from dataclasses import replace
 from itertools import chain
 
 from planner.memory.profiles import FIRST, GRADIENTS, HEAD, LAST, LOSS_BEGINS, STATES, TURN
-from probes.allocator.events import Alloc, Event, Free, Phase
-from probes.allocator.repetitions import Repetition
+from probes.allocator.events import Alloc, Event, Free, Phase, Repetition
 from probes.dryrun.trace import Trace
 
 RANK_PHASES = frozenset({"forward", LOSS_BEGINS, "loss", HEAD, FIRST, TURN, LAST, "step"})

@@ -35,7 +35,7 @@ from planner.models import catalogue  # noqa: E402
 from planner.models.targets import num_lora_params  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from probes.stack.build import auto_class  # noqa: E402
-from probes.stack.unadaptable import unadaptable_modules  # noqa: E402
+from probes.stack.tree import unadaptable_modules  # noqa: E402
 from tests.launch.conftest import prepared, run_script, run_trl  # noqa: E402
 from tests.launch.tiny_models import (  # noqa: E402
     TYPES,

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from planner.core.units import GIB, MIB
-from probes.allocator import Alloc, EmptyCache, Event, Free, Phase, replay, segment_size
+from probes.allocator.caching import segment_size
+from probes.allocator.events import Alloc, EmptyCache, Event, Free, Phase
+from probes.allocator.replay import replay
 
 
 def filled(*sizes_bytes: int) -> list[Event]:

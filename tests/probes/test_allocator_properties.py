@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.core.units import MIB, MIN_BLOCK_BYTES
-from probes.allocator import Alloc, CachingAllocator, EmptyCache, Event, Free, OutOfDeviceMemory, Phase, replay
 from probes.allocator.blocks import SMALL_BYTES, Block, Pool
+from probes.allocator.caching import CachingAllocator, OutOfDeviceMemory
+from probes.allocator.events import Alloc, EmptyCache, Event, Free, Phase
+from probes.allocator.replay import replay
 
 # Sizes around every threshold of the rules, and anything in between.
 SIZES = st.one_of(

@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 
 from planner.models import catalogue
 from planner.setup import TrainSetup
-from probes.allocator import Alloc, Free, replay
-from probes.allocator.repetitions import flat
+from probes.allocator.events import Alloc, Free, flat
+from probes.allocator.replay import replay
 from probes.dryrun import DryRunReport, engine, report_for_config
 from probes.dryrun.analysis import curve_of, phase_peaks
 from probes.dryrun.depths import fewest, layer_kinds, plan_depth, standing_for

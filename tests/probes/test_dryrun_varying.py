@@ -15,7 +15,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models.families import spec_from_config
 from planner.samples.lengths import OverLengths, micro_batches, stated_lengths
 from planner.setup import TrainSetup
-from probes.allocator import Alloc
+from probes.allocator.events import Alloc
 from probes.dryrun.trace import Trace, trace_run
 from probes.dryrun.varying import Part, Steps, _by_length, _Epoch, over_lengths, steps_of
 from probes.stack.configs import load_config

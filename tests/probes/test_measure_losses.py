@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from planner.setup import TrainSetup
-from probes.stack import real_losses
+from probes.stack import losses
 from probes.stack.losses import ChunkedNll
 
 
 def test_chunked_form_equals_trl_s_kernel_in_value_and_gradient() -> None:
-    real = real_losses.real_loss("chunked")
+    real = losses.real_loss("chunked")
     if real is None:
         pytest.skip("trl is not installed")
     torch.manual_seed(0)
@@ -26,12 +26,12 @@ def test_chunked_form_equals_trl_s_kernel_in_value_and_gradient() -> None:
 
 
 def test_loss_is_called_emulated_where_its_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_losses, "find_spec", lambda name: None)
-    real_losses.real_loss.cache_clear()
+    monkeypatch.setattr(losses, "find_spec", lambda name: None)
+    losses.real_loss.cache_clear()
     try:
-        assert real_losses.real_loss("liger") is None
-        assert real_losses.loss_is_emulated(TrainSetup(loss="liger"))
-        assert real_losses.loss_is_emulated(TrainSetup(loss="chunked"))
-        assert not real_losses.loss_is_emulated(TrainSetup(loss="full"))
+        assert losses.real_loss("liger") is None
+        assert losses.loss_is_emulated(TrainSetup(loss="liger"))
+        assert losses.loss_is_emulated(TrainSetup(loss="chunked"))
+        assert not losses.loss_is_emulated(TrainSetup(loss="full"))
     finally:
-        real_losses.real_loss.cache_clear()
+        losses.real_loss.cache_clear()

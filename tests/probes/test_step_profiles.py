@@ -27,7 +27,6 @@ from planner.setup import TrainSetup
 from planner.speed import step_program
 from probes.dryrun import DryRunReport, dry_run_report
 from probes.tracing.__main__ import main
-from probes.tracing.check import deviations
 from probes.tracing.moments import growing
 from probes.tracing.profile_builder import ProfileBuilder, planned_structures
 from probes.tracing.programs import ProgramBuilder
@@ -35,6 +34,7 @@ from probes.tracing.sizes import NoPolynomial, Point, Sizes, fit
 from probes.tracing.structures import Span, spans
 from tests.planner.helpers import loaded
 from tests.whole import some
+from tools.build_profiles import deviations
 
 GPU = find_gpu("a100-80gb")
 SMALL = "HuggingFaceTB/SmolLM2-135M"

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.trace_published import RUNS, traced
 from finetune_planner.cli.app import run
 from planner.core.units import GIB, MIB
-from probes.allocator import Alloc, Event, Free
+from probes.allocator.events import Alloc, Event, Free
 from probes.phantom.card import TraceOptions
 from probes.phantom.cuda import Refused
 from probes.phantom.failures import error_text, status_of
