@@ -9,7 +9,7 @@ Where they are not (a loss in chunks has more of them), lengths are rounded up t
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -87,11 +87,14 @@ def over_lengths(
         capability = gpu.compute_capability or DEFAULT_CAPABILITY
         return full_trace(plan, capability, setup.replace(seq_len_tokens=length)).flat()
 
+    def run_epoch(lengths: Sequence[int], **limit: int) -> ReplayResult:
+        events = _Epoch(at).events(lengths, setup.accumulation_steps)
+        return replay(events, expandable_segments=setup.expandable_segments, **limit)
+
     with collection_paused():
         load_libraries()
         at, rounded = _by_length(sorted({*batches}), run)
         say(f"replaying {len(batches)} micro-batches ...")
-        run_epoch = partial(_replayed, at, setup)
         epoch = run_epoch(batches)
         constant = run_epoch([max(batches)] * (2 * setup.accumulation_steps))
         retries: int | None = 0  # of all micro-batches under the card's limit; None: they run out
@@ -112,11 +115,6 @@ def over_lengths(
         constant_reserved_bytes=constant.peak_reserved_bytes,
         num_retries=retries,
     )
-
-
-def _replayed(at: Callable[[int], Sized], setup: TrainSetup, lengths: Sequence[int], **limit: int) -> ReplayResult:
-    events = _Epoch(at).events(lengths, setup.accumulation_steps)
-    return replay(events, expandable_segments=setup.expandable_segments, **limit)
 
 
 def _by_length(lengths: list[int], run: Callable[[int], Trace]) -> tuple[Callable[[int], Sized], bool]:

@@ -7,6 +7,8 @@ that a busy neighbour or a cold clock does not count. Limit: about `BUDGET_S` se
 """
 
 import json
+import os
+import platform
 import sys
 import time
 from collections.abc import Callable
@@ -72,9 +74,6 @@ def _torch(device: str) -> Any:
 
 def _identity(torch: Any, device: str, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
-        import os
-        import platform
-
         return {
             "gpu_name": platform.processor() or "CPU",
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

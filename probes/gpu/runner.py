@@ -74,8 +74,7 @@ def run_probe(
     reason = why_not_probed(request.setup)
     if reason:
         return ProbeFailure(level=request.level, kind=FailureKind.UNSUPPORTED, message=reason)
-    paths = _make_directory(work_dir)
-    _write_request(request, paths)
+    paths = _written(request, work_dir)
     outcome = _run_child(request, paths, tuple(argv), on_progress, stop)
     if isinstance(outcome, ProbeFailure):
         tail = read_tail(paths.log)[-KEPT_TAIL_CHARS:]  # the log itself stays behind on a lent machine
@@ -84,26 +83,19 @@ def run_probe(
     return outcome
 
 
-def _make_directory(work_dir: Path | None) -> ProbePaths:
+def _written(request: ProbeRequest, work_dir: Path | None) -> ProbePaths:
+    """The probe's directory with the request in it."""
     try:
         if work_dir is not None:
             work_dir.mkdir(parents=True, exist_ok=True)
-        return ProbePaths(Path(tempfile.mkdtemp(prefix="probe-", dir=work_dir)))
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"cannot make a directory for the probe: {error.strerror or error}",
-            hint="free some disk space, or set TMPDIR to a directory you may write",
-        ) from error
-
-
-def _write_request(request: ProbeRequest, paths: ProbePaths) -> None:
-    try:
+        paths = ProbePaths(Path(tempfile.mkdtemp(prefix="probe-", dir=work_dir)))
         write_whole(paths.request, json.dumps(request.to_dict()).encode(), sync=True)
     except OSError as error:
         raise EnvironmentProblem(
-            f"cannot write the probe's request in {paths.directory}: {error.strerror}",
-            hint="free some disk space, or set TMPDIR to a directory with room",
+            f"cannot make a directory for the probe in {work_dir or tempfile.gettempdir()}: {error.strerror or error}",
+            hint="free some disk space, or set TMPDIR to a directory you may write",
         ) from error
+    return paths
 
 
 def _run_child(

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import combinations
 from types import ModuleType
 from typing import Any
@@ -50,13 +51,12 @@ class Topology:
 
 def topology(devices: Sequence[str]) -> Topology:
     with nvml() as module:
+        if module is None:
+            return Topology(devices=tuple(devices), nvlinks=(None,) * len(devices), pairs={})
         handles: dict[str, Any] = {}
-        if module is not None:
-            for device in devices:
-                try:
-                    handles[device] = device_handle(module, device)
-                except (module.NVMLError, LookupError):
-                    continue
+        for device in devices:
+            with suppress(module.NVMLError, LookupError):
+                handles[device] = device_handle(module, device)
         pairs = {}
         for first, second in combinations(handles, 2):
             kind = _connection(module, handles[first], handles[second])
@@ -66,10 +66,8 @@ def topology(devices: Sequence[str]) -> Topology:
     return Topology(devices=tuple(devices), nvlinks=nvlinks, pairs=pairs)
 
 
-def _nvlinks(module: ModuleType | None, handle: Any) -> int | None:
+def _nvlinks(module: ModuleType, handle: Any) -> int:
     """Active NVLinks of one GPU; 0 on a card without."""
-    if module is None:
-        return None
     active = 0
     for link in range(int(getattr(module, "NVML_NVLINK_MAX_LINKS", 18))):
         try:
@@ -79,16 +77,11 @@ def _nvlinks(module: ModuleType | None, handle: Any) -> int | None:
     return active
 
 
-def _connection(module: ModuleType | None, first: Any, second: Any) -> str:
-    if module is None:
-        return ""
-    try:
+def _connection(module: ModuleType, first: Any, second: Any) -> str:
+    with suppress(module.NVMLError):  # not told in some containers; the PCIe path may be
         if module.nvmlDeviceGetP2PStatus(first, second, module.NVML_P2P_CAPS_INDEX_NVLINK) == module.NVML_P2P_STATUS_OK:
             return "NVLink"
-    except module.NVMLError:
-        pass  # not told in some containers; the PCIe path may be
-    try:
+    with suppress(module.NVMLError):
         level = module.nvmlDeviceGetTopologyCommonAncestor(first, second)
-    except module.NVMLError:
-        return ""
-    return next((text for name, text in _ANCESTORS.items() if getattr(module, name, None) == level), "")
+        return next((text for name, text in _ANCESTORS.items() if getattr(module, name, None) == level), "")
+    return ""

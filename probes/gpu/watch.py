@@ -7,7 +7,7 @@ import select
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
 
@@ -56,31 +56,27 @@ class Watch:
         """ "exit", "timeout", "log", "stop", or "ranks" when a job is over although torchrun still runs."""
         os.set_blocking(self.pipe, False)
         self._launched = time.monotonic()
-        with _exit_descriptor(self.child) as exit_descriptor:
-            while True:
-                if self.child.poll() is not None:
-                    self._drain()
-                    return "exit"
-                if self.stop.is_set():
-                    return "stop"
-                left_s = self._left_s()
-                if left_s <= 0:
-                    self._drain()
-                    if self._left_s() <= 0:
-                        return "timeout"
-                if self._log_bytes() > MAX_LOG_BYTES:
-                    return "log"
-                if self._last_words_from is not None and time.monotonic() - self._last_words_from > RANK_GRACE_S:
-                    return "ranks"
-                sources = [
-                    source for source in (exit_descriptor, self.pipe if self._pipe_open else None) if source is not None
-                ]
-                wait_s = min(POLL_S if exit_descriptor is not None else 0.02, max(left_s, 0.0))
-                ready, _, _ = select.select(sources, [], [], wait_s)
-                if self.pipe in ready:
-                    self._drain()
-                if self.on_progress is not None:
-                    self.on_progress(self.last_progress, time.monotonic() - self._launched)
+        while True:
+            if self.child.poll() is not None:
+                self._drain()
+                return "exit"
+            if self.stop.is_set():
+                return "stop"
+            left_s = self._left_s()
+            if left_s <= 0:
+                self._drain()
+                if self._left_s() <= 0:
+                    return "timeout"
+            if self._log_bytes() > MAX_LOG_BYTES:
+                return "log"
+            if self._last_words_from is not None and time.monotonic() - self._last_words_from > RANK_GRACE_S:
+                return "ranks"
+            # the pipe is the child's: it closes as that ends
+            wait_s = min(POLL_S if self._pipe_open else 0.02, max(left_s, 0.0))
+            if select.select([self.pipe] * self._pipe_open, [], [], wait_s)[0]:
+                self._drain()
+            if self.on_progress is not None:
+                self.on_progress(self.last_progress, time.monotonic() - self._launched)
 
     def failure(self, ending: str, *, killed: bool) -> tuple[FailureKind, str] | None:
         """The failure where the child was stopped, None where it ended by itself."""
@@ -147,20 +143,6 @@ class Watch:
             return self.log.stat().st_size
         except OSError:
             return 0
-
-
-@contextlib.contextmanager
-def _exit_descriptor(child: "subprocess.Popen[bytes]") -> Iterator[int | None]:
-    """A descriptor that becomes readable when the child ends; None on kernels without pidfd."""
-    try:
-        descriptor = os.pidfd_open(child.pid)
-    except (AttributeError, OSError):
-        yield None
-        return
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def read_tail(path: Path) -> str:
