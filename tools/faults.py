@@ -102,9 +102,9 @@ def fail_at(number: int, disk: Disk) -> None:
     from sqlalchemy import Engine, event
 
     import planner.core.outputs
-    import probes.gpu.request
+    import probes.gpu.runner
+    import probes.gpu.worker
     import probes.store
-    import search.corrections
 
     count = [0]
 
@@ -123,7 +123,7 @@ def fail_at(number: int, disk: Disk) -> None:
 
     probes.store._append_bytes = guarded(probes.store._append_bytes)
     whole = guarded(planner.core.outputs.write_whole)
-    for module in (planner.core.outputs, probes.gpu.request, probes.store, search.corrections):
+    for module in (planner.core.outputs, probes.gpu.runner, probes.gpu.worker, probes.store):
         module.write_whole = whole  # type: ignore[attr-defined]
 
     @event.listens_for(Engine, "do_execute")

@@ -494,34 +494,6 @@ def cache_case(folder: Path, dice: random.Random) -> Case:
     )
 
 
-def corrections_case(folder: Path, dice: random.Random) -> Case:
-    from planner.setup import TrainSetup
-    from planner.setup.interchange import to_jsonable
-    from planner.setup.memory_terms import MemoryTerm
-    from planner.setup.outcome import Fidelity, Prediction
-    from search.corrections import SCHEMA_VERSION, Observation
-
-    formula = Prediction(
-        level=Fidelity.FORMULA, peak_allocated_bytes=10**9, peak_reserved_bytes=10**9, peak_device_bytes=10**9,
-        peak_phase="backward", phase_peaks_bytes={"backward": 10**9}, memory_band_fraction=0.04, step_time_s=1.0,
-        terms=(MemoryTerm(category="weights", name="weights", size_bytes=10**9),), tokens_per_s=10.0,
-        time_parts_s={"matmul": 0.5},
-    )  # fmt: skip
-    item = Observation(
-        gpu=GPU, model=MODEL, setup=TrainSetup(), formula=formula, measured_tokens_per_s=11.0,
-        measured_peak_device_bytes=10**9, formula_version="0.1.0",
-    )  # fmt: skip
-    document = {"schema": SCHEMA_VERSION, "observations": to_jsonable((item, item))}
-    file = put(folder / "corrections.json", as_json(mutate(document, dice), dice), dice)
-
-    def call() -> object:
-        from search.corrections import CorrectionStore
-
-        return CorrectionStore(file).load(GPU)
-
-    return Case("corrections", ["load", str(file)], call=call)
-
-
 def storage_url_case(folder: Path, dice: random.Random) -> Case:
     kinds = ("sqlite", "postgresql", "mysql", "redis", "foo", "", "sqlite+x", "file")
     rests = (
@@ -722,6 +694,6 @@ def _grid_name() -> str:
 MAKERS: tuple[tuple[Maker, int], ...] = (
     (config_case, 20), (check_case, 20), (program_case, 12), (folder_case, 6), (trace_case, 2),
     (setups_case, 8), (store_case, 12), (report_case, 8),
-    (calibration_case, 8), (dataset_case, 8), (cache_case, 3), (corrections_case, 4),
+    (calibration_case, 8), (dataset_case, 8), (cache_case, 3),
     (storage_url_case, 2), (words_case, 8), (options_case, 12), (places_case, 8), (page_case, 4),
 )  # fmt: skip

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_planner.app import machine
-from planner import __version__
-from planner.core.errors import SetupError
+from planner.core.errors import SetupError, UsageError
 from planner.core.notes import measured
 from planner.core.units import GIB, MIB, gib
+from planner.hardware.cluster import make_cluster
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
 from planner.models import catalogue
@@ -42,7 +42,7 @@ def outcomes(store: Path | None = None) -> tuple["Record", ...]:
 
 def history_of(workload: Workload, records: Iterable["Record"]) -> tuple["Observation", ...]:
     """The measurements of this GPU, oldest first, each beside today's formula. Only of models whose configuration is at
-    hand (the request's own, the catalogue's), and of jobs on one GPU."""
+    hand (the request's own, the catalogue's), and for one GPU only of jobs on one."""
     observations = []
     for record in records:
         observation = _observation(record, workload)
@@ -100,22 +100,23 @@ def _observation(record: "Record", workload: Workload) -> "Observation | None":
             return None
         model = spec
     try:
-        setup = setup_from_dict(record.setup)
-    except SetupError:  # a later version's setting
+        setup, cluster = setup_from_dict(record.setup), None
+        if setup.num_gpus > 1:
+            link = record.request.get("link")
+            if workload.num_gpus == 1 or not link:
+                return None
+            cluster = make_cluster(workload.gpu, setup.num_gpus, interconnect=link)
+    except (SetupError, UsageError):  # a later version's setting, or link
         return None
-    if setup.num_gpus > 1:
-        return None
-    from search.corrections import Observation  # late: it loads numpy
+    from search.corrections import Observation, place_of  # late: it loads numpy
 
     return Observation(
-        gpu=workload.gpu.key,
+        gpu=place_of(workload.gpu.key, cluster),
         model=model.model_id,
         setup=setup,
-        formula=predict(model, workload.gpu, setup),
+        formula=predict(model, workload.gpu, setup, cluster),
         measured_tokens_per_s=measured.tokens_per_s,
         measured_peak_device_bytes=measured.peak_device_bytes,
-        formula_version=__version__,
-        measured_at=record.recorded_at[:10],
         program=measured.program,
     )
 

@@ -15,9 +15,8 @@ from finetune_planner.app import machine
 from finetune_planner.app.history import history_of, outcomes
 from finetune_planner.app.progress import ProgressLine, say
 from finetune_planner.app.time_left import TimeIsUp, cpu_flops_per_s, least_probe_s, until
-from planner import __version__
 from planner.core.children import ended_by_scheduler
-from planner.core.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.core.units import gib, seconds
@@ -40,7 +39,7 @@ from reports.setup_text import trial_words
 
 if TYPE_CHECKING:
     from probes.gpu.evaluate import Prober
-    from search.problem import Evaluate, TransferObservation, Unprobed
+    from search.problem import Evaluate, Unprobed
     from search.run import SearchResult
     from search.stopping import Budget
     from search.study import TrialRecord
@@ -291,7 +290,7 @@ class Tuning:
     Attributes:
         study: name of the study. Default: "plan", with several GPUs their number in it.
         storage: the study's place (`search.storage.open_storage`); None: memory.
-        store, corrections: files of measurements and of what was learned on several GPUs; None: the user's.
+        store: the file of measurements; None: the user's.
         device: the first one to probe on; None: this machine's first. "cpu" rehearses: what it measures is no fact
             about the plan's GPU, which keeps its prediction.
         slurm, partition: each probe is a cluster's job, its files in this folder; None: on this machine.
@@ -303,7 +302,6 @@ class Tuning:
     storage: str | Path | None = None
     study: str | None = None
     store: Path | None = None
-    corrections: Path | None = None
     device: str | None = None
     slurm: Path | None = None
     partition: str | None = None
@@ -347,16 +345,19 @@ def tune_plan(
         UsageError: the plan is for several nodes.
         EnvironmentProblem: this machine has fewer GPUs than the plan.
     """
+    from search.corrections import as_transfer_observations, place_of
     from search.problem import Problem
     from search.run import search
 
     workload, how = plan.workload, how or Tuning()
     on_this_machine(workload)
-    learned = _Learned(workload, how.store, how.corrections)
     if unprobed is None:
         from probes.gpu.ranks import why_not_probed  # late: one GPU needs none of it
 
         unprobed = why_not_probed if workload.num_gpus > 1 else lambda setup: ""
+    learned = as_transfer_observations(
+        history_of(workload, outcomes(how.store)), workload.model.model_id, place_of(workload.gpu.key, workload.cluster)
+    )
     problem = Problem.of(workload, search_candidates(plan, unprobed), unprobed=unprobed)
     budget = how.limits()
     line = ProgressLine(budget_s=budget.seconds, started_s=how.started_s)
@@ -375,12 +376,11 @@ def tune_plan(
             budget=budget,
             plan=plan.chosen.setup,
             check=partial(_dry_run, workload, line, how.ends_at, least_s) if how.dry_runs() else None,
-            transfer=learned.transfer(),
+            transfer=learned,
             on_trial=lambda record, posterior: line.advance(trial_line(record)),
             on_wait=line.event,
         )
     line.close()
-    learned.keep(result.candidates, line)
     return tuned(plan, result, unprobed, rehearsed=rehearsed)
 
 
@@ -415,45 +415,9 @@ def _prober(
         executor={"slurm": how.slurm, "partition": how.partition, "on_progress": line.event},
         ends_at=how.ends_at,
         least_s=least_s,
+        link=workload.cluster.within.key if workload.cluster is not None else "",
         **slow,
     )
-
-
-class _Learned:
-    """What earlier searches learned on these GPUs, and what this one adds.
-
-    The store does not say how GPUs were linked: what was learned on several has a file of its own.
-    """
-
-    def __init__(self, workload: Workload, store: Path | None, corrections: Path | None) -> None:
-        from search.corrections import CorrectionStore, place_of
-
-        self._request, self._store = workload, store
-        self._place = place_of(workload.gpu.key, workload.cluster)
-        default_path = machine.default_store_path().with_name("corrections.json")
-        self._kept = CorrectionStore(corrections if corrections is not None else default_path)
-
-    def transfer(self) -> "Sequence[TransferObservation]":
-        """What is known before the first probe."""
-        from search.corrections import as_transfer_observations
-
-        observations = history_of(self._request, outcomes(self._store))
-        if self._request.num_gpus > 1:
-            several = self._kept.load(self._place, formula_version=__version__)
-            observations = (*observations, *(observation for observation in several if observation.setup.num_gpus > 1))
-        return as_transfer_observations(observations, self._request.model.model_id, self._place)
-
-    def keep(self, candidates: Sequence[Candidate], line: ProgressLine) -> None:
-        """Adds what was measured on several GPUs, or says what kept it from being kept."""
-        from search.corrections import observations_of
-
-        if self._request.num_gpus == 1:
-            return
-        model = self._request.model.model_id
-        try:
-            self._kept.add(observations_of(candidates, gpu=self._place, model=model, formula_version=__version__))
-        except (OSError, ConfigError) as error:  # what was measured is in the store and in the answer
-            line.note(f"what was learned for later plans could not be kept: {error}")
 
 
 def study_name(workload: Workload) -> str:

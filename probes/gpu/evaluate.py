@@ -42,6 +42,7 @@ class Prober:
         on_event: told of every answer.
         ends_at: of `time.monotonic`, when the last probe has to be over.
         least_s: the seconds that a setup's probe takes at least: one that cannot end in time is not begun.
+        link: key of the one between the GPUs of a job on several, for the record.
     """
 
     model: ModelSpec
@@ -55,6 +56,7 @@ class Prober:
     on_event: Callable[[ProbeEvent], None] = lambda event: None
     ends_at: float = math.inf
     least_s: Callable[[TrainSetup], float] = lambda setup: 0.0
+    link: str = ""
 
     @cached_property
     def environment(self) -> Environment:
@@ -140,7 +142,7 @@ class Prober:
         at once anyway, and may change with the machine."""
         refused = isinstance(outcome, ProbeFailure) and outcome.kind is FailureKind.UNSUPPORTED and not outcome.log_path
         if self.store is not None and not refused:
-            self.store.append(record_of(self.request(setup), self.environment, outcome))
+            self.store.append(record_of(self.request(setup), self.environment, outcome, self.link))
 
     def _with_utilisation(self, setup: TrainSetup, outcome: Outcome) -> Outcome:
         if isinstance(outcome, ProbeFailure) or self.gpu is None or outcome.environment.device == "cpu":
@@ -173,7 +175,7 @@ def one_copy(setup: TrainSetup) -> TrainSetup:
     return setup_from_dict({name: value for name, value in setup_to_dict(setup).items() if name not in job})
 
 
-def record_of(request: ProbeRequest, environment: Environment, outcome: Outcome) -> Record:
+def record_of(request: ProbeRequest, environment: Environment, outcome: Outcome, link: str = "") -> Record:
     return Record(
         key=fingerprint(request, environment),
         model_id=request.model_id,
@@ -185,6 +187,7 @@ def record_of(request: ProbeRequest, environment: Environment, outcome: Outcome)
             "limits": asdict(request.limits),
             "gpu_key": request.gpu_key,
             "gpu_name": environment.gpu_name,
+            "link": link,
         },
         outcome=outcome,
         recorded_at=now_text(),

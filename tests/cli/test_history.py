@@ -10,6 +10,7 @@ from finetune_planner.app import machine
 from finetune_planner.app.history import QUESTION, history_of, outcomes, with_history
 from finetune_planner.app.tuning import Tuning, tune_plan
 from finetune_planner.cli.app import run
+from planner.hardware.cluster import make_cluster
 from planner.memory.workload import Workload
 from planner.planning.answer import plan_workload
 from planner.planning.plan import Plan
@@ -19,7 +20,7 @@ from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailu
 from probes.gpu.evaluate import record_of
 from probes.gpu.request import ProbeRequest
 from probes.store import Store
-from search.corrections import Observation, as_transfer_observations
+from search.corrections import Observation, as_transfer_observations, place_of
 from search.problem import TransferObservation
 from search.stopping import Budget
 from tests.planner.helpers import plan_request
@@ -29,9 +30,11 @@ MODEL = "meta-llama/Llama-3.2-1B"
 OTHER = "Qwen/Qwen2.5-0.5B"
 
 
-def measured(store: Path, workload: Workload, setup: TrainSetup, *, speed: float, device: str = "cuda:0") -> None:
+def measured(
+    store: Path, workload: Workload, setup: TrainSetup, *, speed: float, device: str = "cuda:0", link: str = ""
+) -> None:
     """A measurement `speed` times as fast as the formula says, with its memory."""
-    formula = predict(workload.model, workload.gpu, setup)
+    formula = predict(workload.model, workload.gpu, setup, workload.cluster)
     environment = replace(make_environment(), gpu_name=workload.gpu.key, gpu_key=workload.gpu.key, device=device)
     outcome = Measurement(
         level=Fidelity.PROBE,
@@ -51,7 +54,7 @@ def measured(store: Path, workload: Workload, setup: TrainSetup, *, speed: float
         gpu_key=workload.gpu.key,
         device=device,
     )
-    Store(store).append(record_of(request, environment, outcome))
+    Store(store).append(record_of(request, environment, outcome, link))
 
 
 def planned(workload: Workload) -> Plan:
@@ -113,6 +116,20 @@ def test_only_this_gpus_measurements_of_known_models_count(tmp_path: Path) -> No
     (observation,) = history_of(workload, outcomes(store))
     assert observation.model == OTHER
     assert observation.speed_error == pytest.approx(-0.693, abs=0.001)
+
+
+def test_a_job_on_several_gpus_counts_for_plans_of_several_where_its_link_is_known(tmp_path: Path) -> None:
+    single, store = plan_request(MODEL), tmp_path / "store.jsonl"
+    cluster = make_cluster(single.gpu, 4)
+    several = plan_request(MODEL, cluster=cluster)
+    setup = TrainSetup(num_gpus=4, parallel="ddp")
+    measured(store, several, setup, speed=0.5)
+    assert history_of(several, outcomes(store)) == ()
+    measured(store, several, setup, speed=0.5, link=cluster.within.key)
+    (observation,) = history_of(several, outcomes(store))
+    assert observation.gpu == place_of(single.gpu.key, cluster)
+    assert observation.speed_error == pytest.approx(-0.693, abs=0.001)
+    assert history_of(single, outcomes(store)) == ()
 
 
 def test_without_measurements_nothing_changes(tmp_path: Path) -> None:

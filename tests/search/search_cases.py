@@ -2,6 +2,7 @@
 
 import sqlite3
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from math import exp
@@ -11,6 +12,7 @@ from benchmarks.synthetic_gpu import SCENARIOS, Scenario
 from planner.core.units import GIB
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Environment, Evidence, FailureKind, Fidelity, Measurement, ProbeFailure
+from search.corrections import Observation
 from search.problem import Problem
 from search.storage import STUDY_NAME, close_storage, open_storage
 
@@ -99,3 +101,19 @@ def make_old(folder: Path) -> int:
     """Every running trial's heartbeat ends an hour ago, as a dead worker's does; how many there are."""
     with sqlite3.connect(folder / STUDY_NAME) as database:
         return database.execute("UPDATE trial_heartbeats SET heartbeat = datetime(heartbeat, '-1 hour')").rowcount
+
+
+def observations_of(candidates: Iterable[Candidate], *, model: str, gpu: str = "test") -> tuple[Observation, ...]:
+    """What was measured, each beside its formula."""
+    return tuple(
+        Observation(
+            gpu=gpu,
+            model=model,
+            setup=candidate.setup,
+            formula=candidate.formula,
+            measured_tokens_per_s=candidate.probe.tokens_per_s,
+            measured_peak_device_bytes=candidate.probe.peak_device_bytes,
+        )
+        for candidate in candidates
+        if isinstance(candidate.probe, Measurement)
+    )

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from search_cases import problem, scenario
+from search_cases import observations_of, problem, scenario
 
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.setup.interchange import setup_to_dict
-from search.corrections import as_transfer_observations, observations_of
+from search.corrections import as_transfer_observations
 from search.problem import TransferObservation
 from search.run import SearchResult, search
 from search.sampler import Posterior
@@ -61,9 +61,7 @@ def told(name: str, transfer: Sequence[TransferObservation] = ()) -> tuple[dict[
 def found() -> dict[str, Any]:
     """All searches, and one that knows what another learned on the same GPU."""
     searches = {name: told(name)[0] for name in RUNS}
-    learned = observations_of(
-        told("8b-80g")[1].candidates, gpu="a100-80gb", model="8b", formula_version="0", measured_at=""
-    )
+    learned = observations_of(told("8b-80g")[1].candidates, model="8b")
     searches["32b-80g after 8b-80g"] = told("32b-80g", as_transfer_observations(learned, "32b"))[0]
     return searches
 

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from optuna.trial import TrialState
-from search_cases import empty_study, exact, out_of_memory, problem, scenario, small_candidates, with_budget
+from search_cases import (
+    empty_study,
+    exact,
+    observations_of,
+    out_of_memory,
+    problem,
+    scenario,
+    small_candidates,
+    with_budget,
+)
 
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.core.errors import EnvironmentProblem, UsageError
@@ -27,7 +36,6 @@ from planner.setup.outcome import (
     ProbeFailure,
 )
 from search import run
-from search.corrections import observations_of
 from search.dimensions import key_of
 from search.problem import Problem
 from search.run import search
@@ -87,7 +95,7 @@ def test_a_spoiled_speed_never_wins_and_teaches_nothing(flag: str) -> None:
     spoiled = next(candidate for candidate in result.candidates if candidate.setup == plan)
     assert spoiled.tokens_per_s == spoiled.formula.tokens_per_s
     assert spoiled.fits
-    (learned,) = observations_of([spoiled], gpu="h200", model="m", formula_version="1")
+    (learned,) = observations_of([spoiled], model="m")
     assert learned.speed_error is None
     assert learned.memory_error == pytest.approx(0.0)
 

@@ -32,7 +32,6 @@ from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.outcome import Evidence, FailureKind, Fidelity, Measurement, ProbeFailure
-from search.corrections import CorrectionStore, place_of
 from search.dimensions import key_of
 from search.stopping import Budget
 from search.storage import close_storage, open_storage
@@ -77,7 +76,7 @@ def stand_in(setup: TrainSetup) -> Evidence:
 
 def tuned_plan(folder: Path, **changes: Any) -> Plan:
     values: dict[str, Any] = {"evaluate": stand_in, "dry_run": False, "unprobed": no_deepspeed, "storage": folder}
-    values |= {"corrections": folder / "corrections.json", "budget": Budget(max_probes=8)}
+    values["budget"] = Budget(max_probes=8)
     given = {**values, **changes}
     stands_in = {name: given.pop(name) for name in ("evaluate", "unprobed") if name in given}
     return tune_plan(made_plan(), Tuning(**given), **stands_in)
@@ -171,23 +170,8 @@ def test_what_could_not_be_probed_is_open_again_once_it_can(tmp_path: Path) -> N
     assert len(probed) == len(set(probed)) <= 16
 
 
-def test_a_home_that_cannot_be_written_costs_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was learned for later plans is not kept; what was measured is the answer all the same."""
-    nowhere = Path("/dev/null/home/corrections.json")
-    tuned = tuned_plan(tmp_path, corrections=nowhere, budget=Budget(max_probes=3))
-    assert isinstance(tuned.chosen.probe, Measurement)
-    assert "could not be kept" in capsys.readouterr().err
-
-
-def test_one_gpus_study_and_corrections_know_nothing_of_several(tmp_path: Path) -> None:
+def test_one_gpus_study_knows_nothing_of_several(tmp_path: Path) -> None:
     tuned_plan(tmp_path, budget=Budget(max_probes=3))
-    store = CorrectionStore(tmp_path / "corrections.json")
-    cluster = make_cluster(GPU, NUM_GPUS)
-    learned = store.load(place_of("rtx-4090", cluster))
-    assert learned
-    assert {item.setup.num_gpus for item in learned} == {NUM_GPUS}
-    assert store.load("rtx-4090") == ()
-    assert [term.name for term in learned[0].formula.terms] != [term.category for term in learned[0].formula.terms]
     assert study_name(made_plan().workload) != "plan"
     with pytest.raises(KeyError):
         trials_of(tmp_path, "plan")
