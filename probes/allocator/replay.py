@@ -19,6 +19,7 @@ class ReplayResult:
     Attributes:
         peak_allocated_bytes: `torch.cuda.max_memory_allocated`.
         peak_reserved_bytes: `torch.cuda.max_memory_reserved`.
+        end_allocated_bytes, end_reserved_bytes: after the last event that was served.
         fits: whether everything was served.
         num_retries: `num_alloc_retries`: each cost a synchronisation and a new cudaMalloc.
         num_driver_calls: `num_device_alloc`: how often the driver was asked for memory.
@@ -26,6 +27,8 @@ class ReplayResult:
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
+    end_allocated_bytes: int
+    end_reserved_bytes: int
     fits: bool
     num_retries: int
     num_driver_calls: int
@@ -53,6 +56,8 @@ def replay(
     return ReplayResult(
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
+        end_allocated_bytes=allocator.allocated_bytes,
+        end_reserved_bytes=allocator.reserved_bytes,
         fits=fits,
         num_retries=allocator.num_retries,
         num_driver_calls=allocator.num_driver_calls,
