@@ -253,7 +253,7 @@ def _fixed(
         "needs": packages_added(config.setup, improved.setup) if written else [],
         "refused": refused,
         "by_hand": by_hand(config, improved) if refused else [],
-        "command": command_of(config, improved.setup, result.gpu, vars(limits))
+        "command": command_of(spec.model_id, improved.setup, result.gpu, vars(limits))
         if improved.needs_new_file and helps
         else "",
         "verdict": improved.verdict.value,

@@ -28,7 +28,7 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import linear_attention_refusal
 from planner.models.earlier import built_by_transformers_4, of_transformers_4
 from planner.models.encoders import with_vision
-from planner.models.resolve import resolve_model
+from planner.models.resolve import of_folder, resolve_model
 from planner.models.spec import ModelSpec
 from planner.planning.check import CheckResult, check
 from planner.planning.option_values import memory_and_headroom
@@ -151,9 +151,11 @@ def _loaded(file: Path, card: GpuSpec, request: CheckRequest) -> tuple[ReadConfi
     try:
         built = resolve_model(name, like=request.like or "")
     except UnknownModelError as error:
-        if request.model is None:
-            error.hint = f"--model MODEL says what lies there; {error.hint}"
-        raise
+        named_after = of_folder(name) if request.model is None else None
+        if named_after is None:
+            error.hint = f"--model MODEL says what lies there; {error.hint}" if request.model is None else error.hint
+            raise
+        built = named_after
     spec = of_transformers_4(built) if first.older else built
     spec = with_vision(spec) if first.setup.builds_encoders else spec
     config = determined(_read(file, spec, card, request))
@@ -240,7 +242,7 @@ def _named(config: ReadConfig, model: str | None, file: str) -> ReadConfig:
     return replace(config, missing=(Missing(field="model", reason=f"{file} names none"), *config.missing))
 
 
-def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapping[str, float | None]) -> str:
+def command_of(model_id: str, setup: TrainSetup, gpu: GpuSpec, limits: Mapping[str, float | None]) -> str:
     """The command that writes launch files of a setup which a file's form does not take.
 
     Args:
@@ -257,7 +259,7 @@ def command_of(config: ReadConfig, setup: TrainSetup, gpu: GpuSpec, limits: Mapp
     words = [
         f"--{name}={value}" if str(value).startswith("-") else f"--{name} {value}" for name, value in flags.items()
     ]
-    return f"plan {shlex.quote(str(config.model_id))} {' '.join(words)} --out plan"
+    return f"plan {shlex.quote(model_id)} {' '.join(words)} --out plan"
 
 
 def predictor(spec: ModelSpec, card: GpuSpec, cluster: Cluster | None = None, *, planned: bool = False) -> Predict:

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from planner.core.errors import ConfigError, UnknownModelError, UsageError
 from planner.core.inputs import parse_object, read_bytes
@@ -19,6 +19,8 @@ _HUB_PAGE = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]{1,96}(?:/[\w.-]{1,96})?)(?:[/?#:@].*)?"
 )
 """The address of a model's page, as people paste it; group 1 is the hub id."""
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+"""A model's folder in the cache of Hugging Face."""
 INDEX_NAME = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -112,6 +114,26 @@ def _by_common_name(name: str) -> ModelSpec | None:
     bits = extra["quantization_config"].get("bits", 4)
     dynamic = f" {DYNAMIC_MORE}" if name.lower().endswith(DYNAMIC) else ""
     return replace(stored, taken_as=f"{words}, in {bits} bits{dynamic}")
+
+
+def of_folder(path: str) -> ModelSpec | None:
+    """The catalogue's model that a folder of another machine is named after: `/data/models/Qwen2.5-7B-Instruct`, one of
+    the caches of Hugging Face (`models--Qwen--Qwen2.5-7B`) or ModelScope (`Qwen2___5-7B`). None where it is named after
+    none, or after several."""
+    from planner.models.name_matching import understand  # late: a model of its own name needs none of it
+
+    cached = _CACHED.search(path)
+    folder = PureWindowsPath(path.replace("___", ".")).name  # takes both slashes
+    name = f"{cached[1]}/{cached[2]}" if cached else f"local/{folder}"
+    try:
+        taken, spec = understand(plain_name(name)[0]), _by_common_name(name)
+    except UnknownModelError:
+        return None
+    original = catalogue.load(taken.catalogue_id) if taken is not None else None
+    if spec is None or original is None:
+        return None
+    words = f"{shown(path)}: no config.json at hand: planned as {original.model_id}, which it is named after"
+    return replace(spec, model_id=original.model_id, taken_as=words)
 
 
 def _hub_first(name: str, revision: str | None, like: str) -> ModelSpec:

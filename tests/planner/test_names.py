@@ -12,7 +12,7 @@ from planner.core.errors import UnknownGpuError, UnknownModelError, UsageError
 from planner.hardware.gpus import all_gpus, card_and_count, find_gpu, find_gpus
 from planner.models import catalogue
 from planner.models.name_matching import understand
-from planner.models.resolve import resolve_model
+from planner.models.resolve import of_folder, resolve_model
 from tests.planner.spoken_names import CARDS, FAMILIES, SPOKEN
 from tests.whole import some
 
@@ -64,6 +64,23 @@ def test_a_base_model_is_planned_under_its_own_id(name: str) -> None:
     plain = resolve_model(name.removesuffix("-bnb-4bit").removesuffix("-Base").replace("unsloth", "Qwen"))
     assert model.model_id == name
     assert (model.num_layers, model.hidden_size) == (plain.num_layers, plain.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("path", "model_id"),
+    [
+        ("/root/autodl-tmp/models/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("./base/Meta-Llama-3.1-8B-Instruct/", "meta-llama/Llama-3.1-8B-Instruct"),
+        (r"D:\models\Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("/root/.cache/modelscope/hub/Qwen/Qwen2___5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("/hub/models--meta-llama--Llama-3.2-1B/snapshots/4e20de36", "meta-llama/Llama-3.2-1B"),
+        *dict.fromkeys(("/data/llama-7b", "/out/Qwen2.5-7B-sft-merged", "/out/checkpoint-500", "/"), None).items(),
+    ],
+)
+def test_a_folder_of_another_machine_is_what_it_is_named_after_or_nothing(path: str, model_id: str | None) -> None:
+    spec = of_folder(path)
+    assert (spec.model_id if spec is not None else None) == model_id
+    assert spec is None or f"planned as {model_id}" in spec.taken_as
 
 
 @pytest.mark.parametrize("typed", SPOKEN)
