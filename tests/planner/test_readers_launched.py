@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -685,6 +686,21 @@ def test_a_program_may_set_the_allocator_itself() -> None:
     assert unsaid.setup.expandable_segments
     assert EXPANDABLE in unsaid.assumptions
     assert EXPANDABLE not in overrides(unsaid, {"expandable_segments": "false"}).assumptions
+
+
+@pytest.mark.parametrize("tool", ["llamafactory-cli", "python -m llamafactory.cli", "srun python3 -m llamafactory.cli"])
+def test_llamafactorys_module_is_its_command_and_a_config_that_only_words_name_is_asked_for(tool: str) -> None:
+    """Its inference behind it was taken for the training."""
+    infer = "from transformers import TrainingArguments\nargs = TrainingArguments(output_dir='x')\n"
+    sft = (
+        "model_name_or_path: gpt2\nstage: sft\ndo_train: true\nfinetuning_type: full\nper_device_train_batch_size: 3\n"
+    )
+    files = FileContext(written={"infer.py": infer, "sft.yaml": sft})
+    script = f"CONFIG=$1\n{tool} train $CONFIG\npython infer.py\n"
+    with pytest.raises(Undetermined, match="llamafactory-cli .*: what that is its own command line says"):
+        read_text(script, "run.sh", around=files)
+    given = read_text(script, "run.sh", around=replace(files, arguments=("sft.yaml",)))
+    assert (given.format, given.setup.micro_batch_seqs) == ("llamafactory", 3)
 
 
 @pytest.mark.parametrize("look", ["prepare_data.py", "rewards.py"])

@@ -62,6 +62,7 @@ BATCHES = {
     "a loop over known names": ("for one in (1, 2, 4):\n    BATCH = one\n", "BATCH"),
     "a comprehension": ("sizes = [n for n in (2, 4, 8) if n > 2]\n", "sizes[0]"),
     "text as a number": ("BATCH = '4'\n", "int(BATCH)"),
+    "a line that begins with a percent sign": ("print(\n    'batch: %s'\n    % 4\n)\n", "4"),
 }
 
 

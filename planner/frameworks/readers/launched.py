@@ -46,6 +46,7 @@ class Launches:
         problems: list[ConfigError] = []
         launches = shell.commands(text, name, around.num_gpus, around.arguments or ())
         given_up: set[tuple[str, ...]] = set()
+        of_tool = False
         waiting = list(reversed(launches))
         while waiting:
             command = waiting.pop()
@@ -60,11 +61,14 @@ class Launches:
                 reading = self.of_command(command, tried)
             except ConfigError as error:
                 problems.append(error)
+                of_tool = of_tool or (command.tool in shell.TOOLS and isinstance(error, Undetermined))
                 if command.tool in ("python", "script"):
                     given_up.add(alike)
                 inner = shell.nested(command.arguments) if command.tool == "python" else None
                 waiting += [inner] if inner is not None else []  # what a program that submits jobs is told to start
                 continue
+            if of_tool and any(entry.field == "model" for entry in reading.missing):
+                continue  # a program that may not even train, behind a tool's training
             assumptions = [f"read from the launch in {name}"]
             if len(launches) > 1:
                 assumptions = [f"{name} launches {len(launches)} runs: the first that can be read is taken"]
@@ -123,6 +127,9 @@ class Launches:
             given = litgpt.of_words(command.arguments, shell.flags(command.arguments), file)
             return self._of_given(command, litgpt.FORMAT, inside, given)
         kind = FLAGS_OF.get(command.tool)
+        named = next(iter(command.arguments[1:2]), "")
+        if not command.target and command.tool not in ("python", "script") and shell.is_open(named):
+            raise what_only_words_say(name, f"{command.tool} {named}")
         if kind is not None and not command.target:
             return self._of_flags(command, kind, inside)
         if not command.target and command.tool in shell.NAMED:
@@ -171,9 +178,7 @@ class Launches:
         if problem is not None:
             raise problem
         if shell.is_open(target):
-            raise Undetermined(
-                f"{name} starts {target}: what that is its own command line says", hint='give its words: --args "WORDS"'
-            )
+            raise what_only_words_say(name, target)
         if NOT_TRAINING.search(target.rpartition("/")[2]):
             raise NotATraining(f"{name} starts {target}, which does not train by its name", hint="give what trains")
         option = f" --args {shlex.quote(shlex.join(command.arguments))}" if command.tool == "python" else ""
@@ -264,6 +269,12 @@ def under_launcher(
         assumptions=(*inner.assumptions, *parsed.assumptions, *layout.assumptions),
         approximations=(*inner.approximations, *layout.approximations),
     )
+
+
+def what_only_words_say(name: str, started: str) -> Undetermined:
+    """That a script starts what its own command line names."""
+    hint = 'give its words: --args "WORDS"'
+    return Undetermined(f"{name} starts {started}: what that is its own command line says", hint=hint)
 
 
 OF_LAUNCHER = ("num_gpus", "parallel")

@@ -302,6 +302,8 @@ MAX_FILLED = 1 << 17
 TRL_COMMANDS = (*dict.fromkeys(TARGET_ROWS["trl"].objectives.values()), "distillation")
 """What `trl` trains, and "orpo", which only scripts written here start."""
 TOOLS_AS_MODULES = ("axolotl", "trl", "litgpt")
+COMMANDS_OF = {"llamafactory.cli": "llamafactory-cli"}
+"""Modules that do what a command of another name does."""
 BY_VARIABLES = ("llamafactory-cli", "swift")
 """Tools that start torchrun themselves, on NNODES nodes of NPROC_PER_NODE processes."""
 NAMED = {"mlx_lm.lora": "MLX-LM", "autotrain": "AutoTrain"}
@@ -633,6 +635,8 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
     tool = PurePosixPath(words[0]).name
     if is_open(tool) and re.search(r"PYTHON|PYBIN|\bPY\b", tool, re.IGNORECASE):
         tool = "python"
+    if words[1:2] == ["-m"] and words[2:] and words[2] in COMMANDS_OF:
+        words = [tool := COMMANDS_OF[words[2]], *words[3:]]
     if tool in LAUNCHERS:
         return _launched(tool, words[1:], shown)
     if re.fullmatch(r"python[\d.]*", tool):

@@ -124,8 +124,9 @@ def of_requirements(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _without_magics(text: str) -> str:
-    """Lines for the shell or the notebook as `pass`, so that blocks stay whole."""
-    if not re.search(r"^[^\S\n]*+[!%?]", text, re.MULTILINE):
+    """Lines for the shell or the notebook as `pass`, so that blocks stay whole; of what Python reads, none is: a
+    line that begins with `%` may go on with an expression."""
+    if not re.search(r"^[^\S\n]*+[!%?]", text, re.MULTILINE) or _readable(text, ""):
         return text
     lines = []
     continued = False
