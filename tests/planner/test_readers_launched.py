@@ -697,7 +697,7 @@ def test_llamafactorys_module_is_its_command_and_a_config_that_only_words_name_i
     )
     files = FileContext(written={"infer.py": infer, "sft.yaml": sft})
     script = f"CONFIG=$1\n{tool} train $CONFIG\npython infer.py\n"
-    with pytest.raises(Undetermined, match="llamafactory-cli .*: what that is its own command line says"):
+    with pytest.raises(Undetermined, match=r"llamafactory-cli .*: what that is its own command line says"):
         read_text(script, "run.sh", around=files)
     given = read_text(script, "run.sh", around=replace(files, arguments=("sft.yaml",)))
     assert (given.format, given.setup.micro_batch_seqs) == ("llamafactory", 3)

@@ -621,6 +621,10 @@ SAY: dict[str, dict[str, object]] = {
         "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
         "lora = LoraConfig(r=8, target_modules=find_all_linear_names(model))\n"
         "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=lora).train()\n": "all-linear",
+        # a set is what was put into it and not taken out
+        "names = set()\nnames.add('q_proj')\nnames |= {'k_proj', 'lm_head'}\nnames.remove('lm_head')\n"
+        "lora = LoraConfig(r=8, target_modules=list(names))\n"
+        "SFTTrainer('gpt2', args=SFTConfig(max_length=64), peft_config=lora).train()\n": ("q_proj", "k_proj"),
     },
     "micro_batch_seqs": {
         # nested quotes in f strings are read by any python

@@ -1,18 +1,21 @@
 """What a program's own trainer, its filtered settings, its subcommands and sentence-transformers' programs train."""
 
+from dataclasses import fields
+
 import pytest
 
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import FileContext, read_text
 from planner.frameworks.readers.common import stored_dtype
 from planner.frameworks.readers.types import ReadConfig
+from planner.frameworks.readers.versions import taken_by
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.models.spec import LIKE_BERT
 from tests.planner.helpers import loaded, says
 
 HEAD = """
-import argparse, inspect
+import argparse, dataclasses, inspect
 from dataclasses import fields
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -39,6 +42,11 @@ FILTERS = {
     "kept = {}\nfor name, value in wishes.items():\n    if name in allowed:\n        kept[name] = value\n",
     "fields of a dataclass": "allowed = {one.name for one in fields(SFTConfig)}\n"
     "kept = {name: value for name, value in wishes.items() if name in allowed}\n",
+    "a class that is looked at from all sides": "def accepted(kind):\n    names: set[str] = set()\n"
+    "    if dataclasses.is_dataclass(kind):\n        names |= {one.name for one in fields(kind)}\n"
+    "    names |= {one for one in inspect.signature(kind.__init__).parameters if one != 'self'}\n    return names\n"
+    "allowed = accepted(SFTConfig) - {'args'}\n"
+    "kept = {name: value for name, value in wishes.items() if name in allowed}\n",
     "one name or the other": "kept = {'per_device_train_batch_size': 4}\n"
     "kept['max_seq_length' if 'max_seq_length' in inspect.signature(SFTConfig).parameters else 'max_length'] = 512\n",
 }
@@ -50,9 +58,40 @@ def test_settings_that_a_class_does_not_take_are_left_out(name: str) -> None:
     assert (setup.micro_batch_seqs, setup.seq_len_tokens) == (4, 512)
 
 
-def test_what_a_pinned_versions_class_takes_is_not_known() -> None:
-    config = read(WISHES + FILTERS["the names of a signature"] + RUN, trl="0.12.0")
-    assert "micro_batch_seqs" in {gap.field for gap in config.missing}
+@pytest.mark.parametrize(("trl", "tokens"), [("0.12.0", 256), ("1.3.0", 512)])
+def test_what_a_pinned_versions_class_takes_is_handed_on(trl: str, tokens: int) -> None:
+    config = read(WISHES + FILTERS["the names of a signature"] + RUN, trl=trl)
+    says(config, "micro_batch_seqs seq_len_tokens", (4, tokens))
+
+
+TAKEN = {
+    ("SFTConfig", "max_seq_length", "trl", "0.19.1"): True,
+    ("SFTConfig", "max_seq_length", "trl", "1.3.0"): False,
+    ("SFTConfig", "max_length", "trl", "0.15.2"): False,
+    ("SFTTrainer", "tokenizer", "trl", "0.15.2"): True,
+    ("SFTTrainer", "tokenizer", "trl", "1.3.0"): False,
+    ("TrainingArguments", "evaluation_strategy", "transformers", "4.45.0"): True,
+    ("TrainingArguments", "evaluation_strategy", "transformers", "4.56.0"): False,
+    ("TrainingArguments", "warmup_ratio", "transformers", "4.56.0"): True,
+    ("TrainingArguments", "use_liger_kernel", "transformers", "4.44.0"): False,
+    ("TrainingArguments", "max_length", "transformers", "4.56.0"): False,
+    ("DPOConfig", "max_prompt_length", "trl", "0.24.0"): True,
+    ("GRPOConfig", "num_generations", "trl", "1.3.0"): True,
+    ("DPOTrainer", "tokenizer", "trl", "1.3.0"): False,
+    ("Trainer", "tokenizer", "transformers", "4.56.0"): True,
+    ("Trainer", "tokenizer", "transformers", "5.0.0"): False,
+}
+
+
+@pytest.mark.parametrize("case", TAKEN, ids="-".join)
+def test_what_a_class_takes_is_that_of_its_version(case: tuple[str, str, str, str]) -> None:
+    name, parameter, package, version = case
+    assert (parameter in taken_by(name, {package: version})) == TAKEN[case]
+
+
+def test_what_lora_takes_is_what_peft_has() -> None:
+    peft = pytest.importorskip("peft")
+    assert taken_by("LoraConfig", {}) <= {field.name for field in fields(peft.LoraConfig)}
 
 
 OWN = """

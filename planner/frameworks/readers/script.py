@@ -60,8 +60,7 @@ def read(text: str, name: str, context: FileContext, source: Source | None = Non
             hint="give the script that makes the trainer",
         )
     source = source or of_script(text)
-    pinned = {"trl", "transformers"} & {*dict(source.pins), *context.versions}
-    around = replace(context.of_program(), newest=not pinned)
+    around = replace(context.of_program(), versions={**dict(source.pins), **context.versions})
 
     def taken(
         decided: Mapping[str, bool], *, trains: bool = False, uncalled: bool = True

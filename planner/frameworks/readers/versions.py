@@ -76,6 +76,11 @@ TRL_TRAINER_KEYS = {
 """Keywords of `SFTTrainer` -> the newest TRL that takes them there."""
 TRL_CONFIG_KEYS = {"max_seq_length": "0.19", "use_liger": "0.17", "evaluation_strategy": "0.11"}
 """Fields of `SFTConfig` -> the newest TRL that has them."""
+TRL_CONFIG_SINCE = {
+    "max_length": (0, 16), "padding_free": (0, 16), "completion_only_loss": (0, 17), "activation_offloading": (0, 18),
+    "assistant_only_loss": (0, 19), "packing_strategy": (0, 19), "loss_type": (0, 24),
+}  # fmt: skip
+"""Fields of `SFTConfig` that are read -> the first TRL that has them (the wheels of 0.12 to 1.3)."""
 TRL_PREFERENCE_TRAINER_KEYS = {
     **dict.fromkeys(("beta", "loss_type", "max_length", "max_prompt_length", "label_pad_token_id"), "0.12"),
     "tokenizer": "0.15",
@@ -301,6 +306,61 @@ def parsed(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(digits))
     return tuple(numbers) or NEWEST_TRL
+
+
+TRAINER_PARAMETERS = (
+    "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_loss_func",
+    "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
+    "peft_config", "formatting_func", "quantization_config",
+)  # fmt: skip
+"""What `SFTTrainer` takes. Source: TRL 1.16 `trainer/sft_trainer.py`."""
+OF_PREFERENCES = ("DPO", "KTO", "ORPO", "GRPO", "RLOO", "Reward")
+PREFERENCE_PARAMETERS = ("ref_model", "reward_funcs", "reward_processing_classes")
+"""What trainers of preferences and rewards take beside that."""
+MORE_ARGUMENTS = {
+    "Seq2SeqTrainingArguments": (
+        "predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config",
+    ),
+    "SentenceTransformerTrainingArguments": ("batch_sampler", "multi_dataset_batch_sampler", "prompts"),
+}  # fmt: skip
+"""What classes of arguments take beside those of transformers' own."""
+LORA_PARAMETERS = (
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "bias", "task_type",
+    "use_rslora", "use_dora", "init_lora_weights", "inference_mode", "fan_in_fan_out", "layers_to_transform",
+    "layers_pattern", "revision", "rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters",
+    "loftq_config", "eva_config", "corda_config", "lora_bias", "layer_replication", "runtime_config", "peft_type",
+    "base_model_name_or_path", "megatron_config", "megatron_core", "use_qalora", "qalora_group_size",
+)  # fmt: skip
+"""What peft's `LoraConfig` takes. Source: peft 0.21."""
+
+
+def taken_by(name: str, named: Mapping[str, str]) -> frozenset[str]:
+    """The names that a class of TRL, transformers or peft takes in these versions (where a package is not named: the
+    newest), as far as they are known and read; none of another class."""
+    of_trl = trl(named.get("trl"))
+    of_transformers = transformers(named.get("transformers"), (), of_trl if "trl" in named else None)
+
+    def still(keys: Mapping[str, str]) -> set[str]:
+        return {key for key, newest in keys.items() if of_trl.version[:2] <= parsed(newest)}
+
+    if name == "LoraConfig":
+        return frozenset(LORA_PARAMETERS)
+    older = {key for key in NOT_IN_TRANSFORMERS_5 if of_transformers.version[:2] <= NEWEST_WITH.get(key, LAST_OF_4)}
+    if name in ("Trainer", "Seq2SeqTrainer"):
+        return frozenset({*TRAINER_PARAMETERS, "model_init"} | older & {"tokenizer"})
+    if name == "SFTTrainer":
+        return frozenset({*TRAINER_PARAMETERS} | still(TRL_TRAINER_KEYS))
+    if name.removesuffix("Trainer") in OF_PREFERENCES:
+        return frozenset({*TRAINER_PARAMETERS, *PREFERENCE_PARAMETERS} | still(TRL_PREFERENCE_TRAINER_KEYS))
+    if name.endswith("TrainingArguments"):
+        arguments = {*snapshot()["transformers"]["fields"], *MORE_ARGUMENTS.get(name, ())}
+        return frozenset(arguments - {*of_transformers.lacks} | older)
+    fields = {*snapshot()["trl"]["fields"]} - {*of_transformers.lacks} | older
+    if name == "SFTConfig":
+        lacks = {key for key, since in TRL_CONFIG_SINCE.items() if of_trl.version < since}
+        return frozenset(fields - lacks | still(TRL_CONFIG_KEYS))
+    of_preferences = name.removesuffix("Config") in OF_PREFERENCES
+    return frozenset(fields | still(TRL_PREFERENCE_CONFIG_KEYS)) if of_preferences else frozenset()
 
 
 @cache

@@ -41,6 +41,7 @@ from planner.frameworks.readers.program.values import (
     is_trainer,
     items_of,
     plain,
+    same,
     trainer_of,
     truth,
     where_of,
@@ -79,6 +80,8 @@ def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, mad
         case "dataclasses.fields" | "fields" if isinstance(first, ImportedName):
             taken = parameters(reader, first, made.where)
             return ListValue(list(taken.entries.values()), made.where) if isinstance(taken, DictValue) else taken
+        case "dataclasses.is_dataclass" | "is_dataclass" if isinstance(first, ImportedName):
+            return Constant(first.path.endswith(("Config", "Arguments")), made.where)
         case _ if callee.name in ("get_peft_config", "get_quantization_config") and isinstance(first, CallResult):
             return _of_model_config(first, made) if first.name == "ModelConfig" and not first.more else None
         case _ if callee.name == "snapshot_download":  # of the hub or of ModelScope: the folder holds that model
@@ -138,8 +141,8 @@ def _of_collections(reader: Reading, callee: ImportedName, first: Value | None, 
             return Instance({**inner.entries, **made.keywords}, more=inner.more or made.more)
         case "sorted" | "reversed" if first is not None:
             return _in_order(first, made, backwards=callee.path == "reversed")
-        case "list" | "tuple" | "set" if first is not None:
-            items = items_of(first)
+        case "list" | "tuple" | "set" | "frozenset":
+            items = items_of(first) if made.positional else []
             return ListValue(items, made.where) if items is not None else Unknown(f"{made.where}: a list not known")
         case "vars" | "dataclasses.asdict" | "asdict" if first is not None:
             return as_table(first)
@@ -251,25 +254,17 @@ def _of_fire(value: Value) -> Value:
     return ListValue([Constant(part.strip(" '\""), where) for part in text[1:-1].split(",") if part.strip()], where)
 
 
-TRAINER_PARAMETERS = (
-    "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_loss_func",
-    "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
-    "peft_config", "formatting_func", "quantization_config",
-)  # fmt: skip
-"""What `SFTTrainer` takes. Source: TRL 1.16 `trainer/sft_trainer.py`."""
-
-
 def parameters(reader: Reading, callee: Value | None, place: str) -> Value:
-    """The names that a class of TRL or transformers takes, for programs that hand on those alone."""
+    """The names that a class of a library takes, for programs that hand on those alone."""
     name = callee.path.removesuffix(".__init__").rpartition(".")[2] if isinstance(callee, ImportedName) else ""
-    if not reader.outside.newest or not name.endswith(("SFTConfig", "TrainingArguments", "SFTTrainer")):
+    names = versions.taken_by(name, reader.outside.versions)
+    if not names:
         return Unknown(f"{place}: what {name or 'a function'} of the installed version takes")
-    names = TRAINER_PARAMETERS if name == "SFTTrainer" else versions.snapshot()["trl"]["fields"]
     kind = Constant("KEYWORD_ONLY", place)
     return DictValue(
         {
             parameter: Instance({"name": Constant(parameter, f"{name}'s parameters"), "kind": kind})
-            for parameter in names
+            for parameter in sorted(names)
         },
         place,
     )
@@ -538,9 +533,11 @@ def _of_object(reader: Reading, owner: Value, made: CallResult) -> Value | None:
     if isinstance(owner, DictValue):
         return _of_table(reader, owner, made)
     if isinstance(owner, ListValue):
-        if name == "append" and first is not None:
+        if name in ("append", "add") and first is not None:
             owner.items.append(first)
-        elif name == "extend" and first is not None:
+        elif name in ("remove", "discard") and first is not None:
+            owner.items[:] = [item for item in owner.items if not same(item, first)]
+        elif name in ("extend", "update") and first is not None:
             owner.items += items_of(first) or [Unknown(f"{made.where}: a list not known")]
         elif name in ("keys", "copy"):
             return owner

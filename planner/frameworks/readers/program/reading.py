@@ -57,7 +57,7 @@ class ProgramContext:
         open_switches: whether flags that nobody gave are not known (else they are off).
         decided: conditions that nothing in the program decides -> how they are taken this time; others: both ways.
         uncalled: whether functions are read that nothing calls, where nothing trains otherwise.
-        newest: whether no older TRL or transformers is pinned, so that their newest classes are those in use.
+        versions: package -> version that is pinned or said; of others the newest is in use.
         bf16: whether the card computes in bf16; capability: its compute capability.
         read: the text of a file named by the program (relative to it), None where it may not or cannot be read;
             exactly: by no other path than that.
@@ -68,7 +68,7 @@ class ProgramContext:
     open_switches: bool = False
     decided: Mapping[str, bool] = field(default_factory=dict)
     uncalled: bool = True
-    newest: bool = True
+    versions: Mapping[str, str] = field(default_factory=dict)
     bf16: bool = True
     capability: tuple[int, int] = (8, 0)
     read: Callable[[str], str | None] = field(default=lambda _: None)

@@ -502,8 +502,13 @@ def trainer_of(made: CallResult) -> CallResult:
 
 def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
     """left op right."""
-    if isinstance(left, ListValue) and isinstance(right, ListValue) and isinstance(op, ast.Add):
-        return ListValue([*left.items, *right.items], place)
+    if isinstance(left, ListValue) and isinstance(right, ListValue):
+        if isinstance(op, (ast.Add, ast.BitOr)):
+            return ListValue([*left.items, *right.items], place)
+        if isinstance(op, ast.Sub):  # of sets
+            return ListValue(
+                [item for item in left.items if not any(same(item, other) for other in right.items)], place
+            )
     if isinstance(left, DictValue) and isinstance(right, DictValue) and isinstance(op, ast.BitOr):
         merged = DictValue(dict(left.entries), place, left.more)
         merged.take(right, "")
