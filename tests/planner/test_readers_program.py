@@ -621,12 +621,29 @@ SAY: dict[str, dict[str, object]] = {
         "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
         "lora = LoraConfig(r=8, target_modules=find_all_linear_names(model))\n"
         "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=lora).train()\n": "all-linear",
+        "def all_modules(model):\n    names = set()\n    for name, one in model.named_modules():\n"
+        "        names.add(name)\n    return sorted(names)\n"
+        "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
+        "lora = LoraConfig(r=8, target_modules=list(all_modules(model)))\n"
+        "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=lora).train()\n": "all-linear",
         # a set is what was put into it and not taken out
         "names = set()\nnames.add('q_proj')\nnames |= {'k_proj', 'lm_head'}\nnames.remove('lm_head')\n"
         "lora = LoraConfig(r=8, target_modules=list(names))\n"
         "SFTTrainer('gpt2', args=SFTConfig(max_length=64), peft_config=lora).train()\n": ("q_proj", "k_proj"),
     },
+    "eval_seqs": {
+        # data that a program has loaded is there
+        "from datasets import load_dataset\nval = None\nif open('x').read():\n    val = load_dataset('v').map(len)\n"
+        "args = SFTConfig(max_length=64, per_device_eval_batch_size=5, eval_strategy='steps' if val else 'no')\n"
+        "SFTTrainer('gpt2', args=args, eval_dataset=val).train()\n": 5,
+    },
     "micro_batch_seqs": {
+        # what is imported for certain is installed, with the names of its version
+        "try:\n    from trl import SFTConfig\n    args = SFTConfig(per_device_train_batch_size=4)\n"
+        "except ImportError:\n    args = TrainingArguments(per_device_train_batch_size=64)\n"
+        "SFTTrainer('gpt2', args=args).train()\n": 4,
+        "try:\n    from trl import setup_chat_format\n    batch = 64\nexcept ImportError:\n    batch = 4\n"
+        "SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=batch)).train()\n": 4,
         # nested quotes in f strings are read by any python
         "cfg = {'a': 'b'}\nname = f\"run-{cfg[\"a\"]}\"\n" + TRAIN.format(batch=4): 4,
         # environment variables without a default are taken as not set
@@ -799,6 +816,8 @@ def test_settings_of_an_unknown_program_count_and_what_they_leave_open_is_asked_
     assert (off.method, off.quantization, off.kernels) == ("full", "none", "liger")
     strange = read_text(whole.replace("batch_size: 2", "batch_size: auto"), "config.yaml")
     assert "micro_batch_seqs" in open_fields(strange)
+    unnamed = whole.replace("[c_attn]", "''")
+    assert open_fields(read_text(unnamed, "config.yaml")) == {"lora_targets"}
     assert "loss" in open_fields(read_text(OWN, "config_dpo.yaml"))
     with pytest.raises(ConfigError, match="rloo"):
         read_text(OWN, "config_rloo.yaml")

@@ -233,7 +233,8 @@ def _method(settings: Settings) -> dict[str, Any]:
         return {"method": "full", "quantization": "none", "lora_rank": 0, "precision": _precision(settings, "full")}
     if not {"four", "eight"} & present and not whole:
         settings.ask("quantization", ABSENT)
-    if "targets" not in present:
+    names = settings.text_or_names("targets")
+    if not names:
         settings.ask("lora_targets", " names none; the program that reads it may")
     method = "qlora" if four or eight else "lora"
     nf4 = "nf4-double" if settings.flag("double", False) else "nf4"
@@ -242,7 +243,7 @@ def _method(settings: Settings) -> dict[str, Any]:
         "quantization": "none" if method != "qlora" else "int8" if eight else nf4,
         "precision": _precision(settings, method),
         "lora_rank": settings.integer("rank", 8, at_least=1),
-        "lora_targets": common.targets(settings, settings.text_or_names("targets")),
+        "lora_targets": common.targets(settings, names),
         "lora_dropout": settings.real("dropout", 0.0),
         "modules_to_save": common.modules_to_save(settings, "saved"),
     }

@@ -228,7 +228,7 @@ class Settings:
     def text_or_names(self, key: str) -> tuple[str, ...]:
         """A list of names, or one text that is a name or a pattern as a whole ("all-linear", a regular expression)."""
         value = self.raw(key, [])
-        return (value,) if isinstance(value, str) else self.names(key)
+        return ((value,) if value else ()) if isinstance(value, str) else self.names(key)
 
     def mapping(self, key: str) -> dict[str, Any]:
         """A block of settings; {} where absent."""

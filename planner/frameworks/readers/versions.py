@@ -201,6 +201,11 @@ def taking(
     return min(bounds, key=lambda bound: parsed(bound[0]), default=None)
 
 
+def has(names: Iterable[str], named: Mapping[str, str]) -> bool:
+    """Whether TRL, of the version that is named or the newest, has these names."""
+    return all(trl(named.get("trl")).version[:2] <= parsed(TRL_NAMES[name]) for name in names if name in TRL_NAMES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrlDefaults:
     """Defaults of one TRL version's SFT.

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 from planner.core.errors import ConfigError
+from planner.frameworks.readers import versions
 from planner.frameworks.readers.program import loops, values
 from planner.frameworks.readers.program.functions import Functions
 from planner.frameworks.readers.program.reading import (
@@ -56,6 +57,16 @@ MAX_FRAMES = 6000
 """Of ours, four for each `elif`: Python itself compiles some 2,000 in a row."""
 BROUGHT = ("torch", "transformers", "yaml", "numpy", "tqdm", "packaging", "regex", "huggingface_hub", "accelerate")
 """What is there wherever transformers trains. Source: transformers 5.23's metadata."""
+
+
+def _imports(scope: Scope | None, package: str) -> bool:
+    """Whether the program has certainly imported from a package before."""
+    while scope is not None:
+        paths = (value.path for value in scope.names.values() if isinstance(value, ImportedName))
+        if any(path.partition(".")[0] == package for path in paths):
+            return True
+        scope = scope.parent
+    return False
 
 
 def run(text: str, name: str, context: ProgramContext, label: Callable[[int], str] | None = None) -> Program:
@@ -240,13 +251,16 @@ class Reader(Functions):
             caught = {child.id for child in ast.walk(handler.type or handler) if isinstance(child, ast.Name)}
             if handler.type is None or caught & {"ImportError", "ModuleNotFoundError", "Exception"}:
                 without = handler.body
-        absent = None
+        installed = None
         if imports and without is not None and changes([*node.body, *without]):
             place = self.place(node, scope)
             package = ast.unparse(imports[0]).split()[1].partition(".")[0]
-            if package not in BROUGHT and package not in sys.stdlib_module_names:
-                absent = self.decided(ast.Name(f"{package} is installed"), place)
-        taken = without or [] if absent is False else [*node.body, *node.orelse]
+            if _imports(scope, package):  # it is there, with the names of its version
+                names = {alias.name for alias in imports[0].names}
+                installed = package != "trl" or versions.has(names, self.outside.versions)
+            elif package not in BROUGHT and package not in sys.stdlib_module_names:
+                installed = self.decided(ast.Name(f"{package} is installed"), place)
+        taken = without or [] if installed is False else [*node.body, *node.orelse]
         self.block([*taken, *node.finalbody], scope)
 
     def match(self, node: ast.Match, scope: Scope) -> None:

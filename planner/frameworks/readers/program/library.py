@@ -139,10 +139,12 @@ def _of_collections(reader: Reading, callee: ImportedName, first: Value | None, 
             if callee.name == "dict":
                 return DictValue({**inner.entries, **made.keywords}, made.where, inner.more or made.more)
             return Instance({**inner.entries, **made.keywords}, more=inner.more or made.more)
+        case "sorted" | "reversed" | "list" | "tuple" | "set" if plain(first) == "all-linear":
+            return first  # what stands for the names of every linear layer
         case "sorted" | "reversed" if first is not None:
             return _in_order(first, made, backwards=callee.path == "reversed")
         case "list" | "tuple" | "set" | "frozenset":
-            items = items_of(first) if made.positional else []
+            items = items_of(first) if first is not None else []
             return ListValue(items, made.where) if items is not None else Unknown(f"{made.where}: a list not known")
         case "vars" | "dataclasses.asdict" | "asdict" if first is not None:
             return as_table(first)

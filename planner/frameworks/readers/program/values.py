@@ -384,13 +384,20 @@ def ends_well(raised: Value | None) -> bool:
 DTYPES = re.compile(r"torch\.(?:u?int|b?float)\d+\w*")
 
 
+DATA_SETS = (
+    "load_dataset", "load_from_disk", "from_list", "from_dict", "from_pandas", "from_generator", "train_test_split",
+    "map", "filter", "select", "shuffle",
+)  # fmt: skip
+"""Calls of `datasets` that give data, which is taken to hold some."""
+
+
 def truth(value: Value) -> bool | None:
     """Whether a value is true; None where that is not known."""
     if isinstance(value, Instance):  # true, where its class does not say when
         attributes = value.made_by.attributes if value.made_by is not None else {}
         return None if {"__bool__", "__len__"} & set(attributes) else True
     if isinstance(value, (CallResult, Function, Class)):
-        return None if isinstance(value, CallResult) else True
+        return True if not isinstance(value, CallResult) or value.name in DATA_SETS else None
     if isinstance(value, ListValue):
         return bool(value.items)
     if isinstance(value, DictValue):
