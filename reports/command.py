@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from planner.core.redaction import without_secrets
 from planner.core.units import GIB
-from planner.memory.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload
+from planner.memory.workload import MIN_RANK_GIVEN, PRICE_GIVEN, Workload, superchips_host_bytes
 from planner.options.images import Images
 from planner.options.rollouts import Rollout
 from planner.planning.option_values import default_headroom_bytes
@@ -50,7 +50,7 @@ def request_words(workload: Workload, *, headroom_gib: float | None = None) -> l
         words += ["--headroom", f"{headroom_gib:g}"]
     elif workload.headroom_bytes != default_headroom_bytes(workload.memory_bytes):
         words += ["--headroom", _shortest(workload.headroom_bytes / GIB, _bytes)]
-    if workload.host_bytes:
+    if workload.host_bytes != superchips_host_bytes(workload.gpu, workload.cluster):
         words += ["--host-memory", _shortest(workload.host_bytes / GIB, _bytes)]
     if workload.min_rank_reason == MIN_RANK_GIVEN:
         words += ["--min-rank", str(workload.min_rank)]

@@ -137,7 +137,7 @@ def make_cluster(
             hint="--gpus counts all GPUs of the job, over all nodes: give a multiple of --nodes",
         )
     within = _default_within(gpu, num_gpus // nodes)
-    between: Link | None = links()[default_network(gpu)] if nodes > 1 else None
+    between: Link | None = links()[default_network(gpu, num_gpus // nodes)] if nodes > 1 else None
     for part in interconnect.lower().split("+") if interconnect else ():
         link = _named(gpu, part.strip())
         if link.kind != "network":
@@ -156,12 +156,17 @@ def most_per_node(gpu: GpuSpec) -> int:
     return 1 if gpu.shares_host_memory else GPUS_PER_NODE
 
 
-def default_network(gpu: GpuSpec) -> str:
-    """The link between nodes when the user does not say, stated in the plan: what an eight-GPU node of the card has,
-    else one of A100s; between machines whose memory is the GPU's, a DGX Spark's or usual Ethernet."""
+def default_network(gpu: GpuSpec, per_node: int) -> str:
+    """The link between nodes when the user does not say, stated in the plan: an adapter for each GPU as in an eight-GPU
+    node of the card, else of A100s; between machines whose memory is the GPU's, a DGX Spark's or usual Ethernet.
+
+    Source: four GPUs and four adapters of 200 Gbit/s a node have Perlmutter, Leonardo and JUWELS Booster (A100) and
+    JUPITER and Alps (GH200), by their own pages.
+    """
     if gpu.shares_host_memory:
         return GB10_NETWORK if gpu.key == "gb10" else "ethernet-10"
-    return "ib-3200" if gpu.key in _NDR_NODES else "ib-1600"
+    adapters = 1 << (min(per_node, GPUS_PER_NODE).bit_length() - 1)  # as many as the table has links of
+    return f"ib-{adapters * (400 if gpu.key in _NDR_NODES else 200)}"
 
 
 def _default_within(gpu: GpuSpec, per_node: int) -> Link:

@@ -60,6 +60,11 @@ class Data:
 NO_DATA = Data()
 
 
+def superchips_host_bytes(gpu: GpuSpec, cluster: "Cluster | None") -> int:
+    """The host's memory that the superchips of a node bring along; 0 of other cards."""
+    return gpu.host_bytes * (cluster.gpus_per_node if cluster is not None else 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A model, a GPU and what a step must look like.

@@ -9,7 +9,7 @@ from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
-from planner.memory.workload import MIN_RANK_GIVEN, NO_DATA, PRICE_GIVEN, Data, Workload
+from planner.memory.workload import MIN_RANK_GIVEN, NO_DATA, PRICE_GIVEN, Data, Workload, superchips_host_bytes
 from planner.models.spec import ModelSpec
 from planner.models.targets import scaling_targets
 from planner.options.adapters import ADAPTERS
@@ -62,9 +62,7 @@ class PlanRequest:
     def _host_bytes(self, gpu: GpuSpec, cluster: "Cluster | None") -> int:
         """Memory of a machine: as said, else of the superchips in it; 0 where neither tells."""
         host_gib = between("host-memory", self.host_gib, 100_000, "64")
-        return (
-            int(host_gib * GIB) if host_gib else gpu.host_bytes * (cluster.gpus_per_node if cluster is not None else 1)
-        )
+        return int(host_gib * GIB) if host_gib else superchips_host_bytes(gpu, cluster)
 
     def workload(self, model: ModelSpec, gpu: GpuSpec, cluster: "Cluster | None" = None) -> Workload:
         """The request for this model on this GPU, or on a cluster of them.

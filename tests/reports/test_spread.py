@@ -139,15 +139,24 @@ def test_next_command_describes_the_same_cluster() -> None:
     assert "--gpus 8 --seq-len" in plain
     fixed = {"reshard_after_forward": (False,), "parallel": ("fsdp2",)}
     assert "--no-reshard --parallel fsdp2" in default_next_command(plan_of(fixed=fixed))
+    assert "--host-memory" not in default_next_command(plan_of(gpu="gh200", num_gpus=4))  # which the superchips bring
 
 
-@pytest.mark.parametrize(("gpu", "link"), [("h100-sxm", "ib-3200, 400 GB/s"), ("a100-80gb", "ib-1600, 200 GB/s")])
-def test_the_layout_says_what_joins_the_nodes_of_that_card(gpu: str, link: str) -> None:
-    """`ib-400` read as a link of one GPU made a plan of pipeline 16; the default is an eight-GPU node's of the card."""
-    cluster = make_cluster(find_gpu(gpu), 16)
+@pytest.mark.parametrize(
+    ("gpu", "nodes", "link"),
+    [
+        ("h100-sxm", 2, "ib-3200, 400 GB/s"),
+        ("a100-80gb", 2, "ib-1600, 200 GB/s"),
+        ("a100-80gb", 4, "ib-800, 100 GB/s"),
+        ("gh200", 16, "ib-200, 25 GB/s"),
+    ],
+)
+def test_the_layout_says_what_joins_the_nodes_of_that_card(gpu: str, nodes: int, link: str) -> None:
+    """`ib-400` read as a link of one GPU made a plan of pipeline 16; the default is an adapter for each GPU."""
+    cluster = make_cluster(find_gpu(gpu), 16, num_nodes=nodes)
     setup = TrainSetup(num_gpus=16, parallel="ddp")
     words = layout_sentence(candidate(plan_request(), setup), replace(plan_request(), cluster=cluster))
-    assert words.startswith(f"16 GPUs in 2 nodes ({link} per node): DDP")
+    assert words.startswith(f"16 GPUs in {nodes} nodes ({link} per node): DDP")
     assert "nodes" not in layout_sentence(candidate(plan_request(), setup))
 
 
