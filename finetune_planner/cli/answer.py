@@ -95,10 +95,13 @@ def request_of(
         from planner.models.encoders import image_tokens
 
         stats = stats.with_pictures(image_tokens(spec, images))
+    loss_on = _loss_on(data, stats, objective)
+    # cut sequences are packed by torchtitan alone, which has no loss on answers
+    unpacked = loss_on == "answers" and min(request.fixed().get("context_degree", (1,))) > 1
     choice = choose_length(
         stats,
         max_tokens=spec.max_position_embeddings,
-        packs=objective.packs and packs_apart(spec, "sdpa"),
+        packs=objective.packs and packs_apart(spec, "sdpa") and not unpacked,
         seq_len_tokens=None if objective.rolls_out else request.seq_len,
         packing=request.packing,
         held_out=_held_out(stats, objective, spec, request),
@@ -135,7 +138,7 @@ def request_of(
         file=data.dataset or "",
         names=data.names,
         kind=stats.columns,
-        loss_on=_loss_on(data, stats, objective),
+        loss_on=loss_on,
         answers_fraction=stats.answers_fraction,
         held_out=_held_out(stats, objective, spec, request),
     )

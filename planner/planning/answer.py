@@ -419,14 +419,15 @@ def _of_some_target(
     reason = unwritten(workload, fastest.setup)
     if not reason:
         return None
-    targets = [replace(workload, targets=(name,)) for name in writers(workload)]
+    targets = [replace(workload, targets=(name,)) for name, why_not in writers(workload).items() if not why_not]
     named = (_walk_fitting(each, corrections, cache, explained=False) for each in targets)
     options = [walked for walked in named if walked is not None]
     if not options:
         return None
     walked = _least_lossy(workload, options, fastest)
     walked = _walk(walked.workload, corrections, cache, explained) if explained else walked
-    speed = f"{fastest.tokens_per_s:,.0f} tokens/s"
+    of_samples = " of the samples' own" * bool(workload.data.real_fractions)
+    speed = f"{fastest.tokens_per_s:,.0f} tokens/s{of_samples}"
     note = measured(f"no tool has a file for the fastest setup ({speed}): {reason}")
     assert walked.best is not None
     slower = walked.best.tokens_per_s < fastest.tokens_per_s  # what a tool runs otherwise may be faster

@@ -91,9 +91,12 @@ def check_something_expressed(workload: Workload, setups: Iterable[TrainSetup]) 
         raise UsageError(f"no setup can be expressed by all of --target {named}", hint="name one --target, or fewer")
 
 
-def writers(workload: Workload) -> list[str]:
-    """Launch targets that have a file for the objective and start from nothing but it."""
-    return [name for name in written_by(workload.objective_spec.name) if name not in CONFIGS]
+def writers(workload: Workload) -> dict[str, str]:
+    """Launch targets that have a file for the objective and start from nothing but it -> why not on such data, ""."""
+    from planner.frameworks.exporters.prepare import refusal
+
+    names, data = written_by(workload.objective_spec.name), workload.data
+    return {name: refusal(name, data.kind, data.loss_on) for name in names if name not in CONFIGS}
 
 
 def run_otherwise(setup: TrainSetup, runs: TrainSetup) -> list[str]:
@@ -105,9 +108,9 @@ def unwritten(workload: Workload, setup: TrainSetup) -> str:
     """Why no target runs such a setup as it is, what the setup's own says or most of them do; "" where one does or
     targets were named."""
     reasons: Counter[str] = Counter()
-    names = writers(workload) if not workload.targets else ()
+    names = writers(workload) if not workload.targets else {}
     for target in sorted(names, key=lambda name: name != setup.stack):  # its own, which is there, is the answer mostly
-        runs = as_run(target, setup, workload)
+        runs = names[target] or as_run(target, setup, workload)
         if not isinstance(runs, str):
             if not (otherwise := run_otherwise(setup, runs)):
                 return ""

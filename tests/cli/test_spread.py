@@ -41,6 +41,21 @@ def test_plan_as_json_carries_cluster_and_spread(capsys: pytest.CaptureFixture[s
     assert plan["chosen"]["formula"]["time_parts_s"]["communication"] >= 0
 
 
+@pytest.mark.parametrize("loss_on", ["answers", "all"])
+def test_cut_sequences_of_chats_have_a_file(loss_on: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torchtitan alone packs them, and has no loss on answers: where that is wanted they are planned for TRL."""
+    data = tmp_path / "chats.jsonl"
+    ask = {"role": "user", "content": "a " * 40}
+    chats = [{"messages": [ask, {"role": "assistant", "content": "b " * 20 * num}]} for num in range(40)]
+    data.write_text("\n".join(map(json.dumps, 10 * chats)))
+    model = "meta-llama/Llama-3.1-8B"
+    words = [model, "--gpu", "8xH100", "--seq-len", "8192", "--context-degree", "2", "--method", "full"]
+    assert run([*words, "--dataset", str(data), "--loss-on", loss_on, "--json=full", *FAST[:3]]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["chosen"]["setup"]["packing"] == (loss_on == "all")
+    assert ("torchtitan" in plan["workload"]["targets"]) == (loss_on == "all")
+
+
 @pytest.mark.parametrize("parallel", some(PARALLELS, 4))
 def test_a_wish_for_one_way_is_kept(parallel: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["Qwen/Qwen2.5-1.5B", "--gpu", "a100-80gb", "--gpus", "4", "--parallel", parallel, "--json=full", *FAST]

@@ -210,7 +210,7 @@ def test_what_no_tool_has_a_file_for_is_said_where_it_is_faster(
 ) -> None:
     walked: Any = SimpleNamespace(node=Node.LORA, best=SimpleNamespace(tokens_per_s=tokens_per_s))
     monkeypatch.setattr(answer, "unwritten", lambda *_: "trl has another precision")
-    monkeypatch.setattr(answer, "writers", lambda _: ["trl"])
+    monkeypatch.setattr(answer, "writers", lambda _: {"trl": ""})
     monkeypatch.setattr(answer, "_walk", lambda *_: walked)
     monkeypatch.setattr(answer, "_least_lossy", lambda *_: walked)
     fastest: Any = SimpleNamespace(tokens_per_s=100.0, setup=None)

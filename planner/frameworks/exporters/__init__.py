@@ -113,7 +113,8 @@ class Target:
             reason = f"a generation of {setup.generation_seqs} completions is not whole groups of {group}"
         if not reason and request.serves and request.num_nodes > 1:
             reason = "no vLLM server is written beside a job on several nodes: use --generator vllm-sleep"
-        if isinstance(runs, str) or (reason := reason or prepare.refusal(request, self.name)):
+        columns = request.dataset.columns if request.dataset is not None else ""
+        if isinstance(runs, str) or (reason := reason or prepare.refusal(self.name, columns, request.loss_on)):
             return Launch(target=self.name, refused=reason or str(runs))
         differences = self.differences(setup, request.gpu, request.model)
         tested = versions(room.VALIDATED_WITH, setup)

@@ -79,14 +79,14 @@ def command(request: ExportRequest, target: str) -> str:
     return f"python launch/{NAME} {made}"
 
 
-def refusal(request: ExportRequest, target: str) -> str:
-    """Why a target cannot train on such data, "" where it can."""
+def refusal(target: str, columns: str, loss_on: str) -> str:
+    """Why a target cannot train on samples of such columns ("": nobody knows them), "" where it can."""
     from planner.samples.dataset import SUPERVISED  # late: a plan asks for none
 
-    answered = request.dataset is not None and request.dataset.columns in SUPERVISED[:2] and request.loss_on != "all"
-    if target == "torchtitan" and answered and request.setup.objective_spec.supervised:
+    answered = columns in SUPERVISED[:2] and loss_on != "all"
+    if target == "torchtitan" and answered:
         return "torchtitan 0.2.2 trains on all tokens of plain text: plan with --loss-on all"
-    if target in ("mlx", "loggetta") and answered and request.columns == "prompt-completion":
+    if target in ("mlx", "loggetta") and answered and columns == "prompt-completion":
         title = TARGET_ROWS[target].title
         return f"{title} puts a chat template around prompts and completions: plan with --loss-on all"
     return ""
