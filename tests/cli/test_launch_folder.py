@@ -233,6 +233,11 @@ def test_run_sh_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     code, output = started(folder)
     assert (code, "--resume_from_checkpoint outputs/checkpoint-100\n" in output) == (0, True)
     assert "goes on from outputs/checkpoint-100" in started(folder, "hf")[1]
+    run = (
+        launched(tmp_path / "several", request(SETUP.replace(num_gpus=2, parallel="ddp"), num_nodes=2), ("axolotl",))
+        / "run.sh"
+    )
+    assert 'launch/axolotl/axolotl.yaml ${resume[@]+"${resume[@]}"} --launcher torchrun -- ' in run.read_text()
     os.utime(folder / "trl" / "trl-sft.yaml", (2e9, 2e9))  # a plan or a person wrote it anew
     code, output = started(folder)
     assert (code, "CALLED python -m trl" in output) == (2, False)

@@ -19,7 +19,12 @@ from planner.options.stacks import TARGET_ROWS
 
 README, RUN = "README.md", "run.sh"
 LOGIN = "hf auth login"
-RESUMABLE = ("trl", "hf", "sentence-transformers")
+RESUMABLE = {
+    "trl": "--resume_from_checkpoint", "axolotl": "--resume-from-checkpoint",
+    **dict.fromkeys(("hf", "unsloth", "sentence-transformers"), ""),
+}  # fmt: skip
+"""Targets whose runs go on from a checkpoint -> their option for it; "": the variable RESUMED. LLaMA-Factory and
+torchtitan look for one themselves."""
 _BY_HAND = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -142,7 +147,8 @@ def _readme(
             f"`bash launch/{RUN}` goes on from the last checkpoint in `{_plain(shown_path(request.output_dir))}`; to "
             "start over, move that folder away (a run deletes older checkpoints in it). Where a launch file is newer "
             "than the checkpoint it stops, and goes on with `RESUME=1` in front. By hand: "
-            f"`--resume_from_checkpoint FOLDER` behind trl's command, `{RESUMED}=FOLDER` in front of a script's.",
+            f"`--resume_from_checkpoint FOLDER` behind trl's command (axolotl's: `--resume-from-checkpoint`, before "
+            f"`--launcher`), `{RESUMED}=FOLDER` in front of a script's.",
         ]
     return "\n".join(lines) + "\n"
 
@@ -199,11 +205,13 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
         asks.append(f"      python launch/{REWARDS} launch/{config}  # do the data have what it asks for?")
     if resumes(launch, request):
         kept = shlex.quote(shown_path(request.output_dir))
-        by_option = launch.target == "trl"
-        says = 'resume=(--resume_from_checkpoint "$last")' if by_option else f'export {RESUMED}="$last"'
-        command += ' ${resume[@]+"${resume[@]}"}' if by_option else ""
+        option = RESUMABLE[launch.target]
+        says = f'resume=({option} "$last")' if option else f'export {RESUMED}="$last"'
+        if option:
+            before, launcher, handed = command.partition(" --launcher ")  # behind which Axolotl reads no option
+            command = before + ' ${resume[@]+"${resume[@]}"}' + launcher + handed
         asks += [
-            *["      local resume=()"] * by_option,
+            *["      local resume=()"] * bool(option),
             f"      local last; last=$(last_checkpoint {kept})",
             '      if [ -n "$last" ]; then',
             '        of_this_plan "$last"',

@@ -1,12 +1,31 @@
 """A Slurm batch script for a target: `launch/run.sh TARGET` on every node by srun, its data prepared once."""
 
+import shlex
+
+from planner.frameworks.exporters.gated import on_hub
+from planner.frameworks.exporters.install import HUB_FLASH, HUB_FLASH_VERSION, from_hub
 from planner.frameworks.exporters.text import comments, header
 from planner.frameworks.exporters.types import ExportRequest, Launch, LaunchFile
 
 SCHEDULER = "slurm"
 NAME = "slurm.sbatch"
-CPUS_PER_GPU = 8
-"""Cores asked for beside each GPU: data loading and the process itself; a request, for people to change."""
+CPUS_PER_GPU = 7
+"""Cores asked for beside each GPU: data loading and the process itself; a request, for people to change. LUMI-G gives a
+job 56 of its nodes' 64."""
+
+
+def _without_internet(request: ExportRequest) -> tuple[str, ...]:
+    """What a login node fetches for nodes that do not reach the hub."""
+    if not on_hub(request.model_id):
+        return ()
+    fetched = [shlex.quote(request.model_id)]
+    if from_hub(request.setup):
+        fetched.append(f"{HUB_FLASH} --repo-type kernel --revision v{HUB_FLASH_VERSION}")
+    calls = " && ".join(f"hf download {words}" for words in fetched)
+    return (
+        f"on nodes without internet: once on the login node, {calls}, with HF_HOME where all nodes see it; then "
+        "HF_HUB_OFFLINE=1 in front of sbatch.",
+    )
 
 
 def job_file(launch: Launch, request: ExportRequest) -> LaunchFile:
@@ -25,7 +44,10 @@ def job_file(launch: Launch, request: ExportRequest) -> LaunchFile:
         f"Slurm job for the {launch.target} target",
         f"sbatch launch/{path}",
         dict(launch.validated_with),
-        notes=("your cluster may want more: add #SBATCH lines for partition, account, time and memory.",),
+        notes=(
+            "your cluster may want more: add #SBATCH lines for partition, account, time and memory.",
+            *_without_internet(request),
+        ),
     )
     lines = [
         f"#SBATCH --job-name=finetune-{launch.target}",

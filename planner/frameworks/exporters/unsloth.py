@@ -154,9 +154,8 @@ def masked(row):  # what is 0 has no loss: of rows with masks alone Unsloth keep
 rows = load_dataset(DATASET).map(masked, remove_columns=["labels", "attention_mask"])
 """
 
-_RUN = """
+_RUN = f"""
 trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=ROWS, args=arguments)
-trainer.train()
-model.save_pretrained(arguments.output_dir)
+{common.TRAIN}model.save_pretrained(arguments.output_dir)
 tokenizer.save_pretrained(arguments.output_dir)
 """
