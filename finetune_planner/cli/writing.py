@@ -230,6 +230,7 @@ def request_of(workload: Workload, chosen: Candidate, data: Data, folder: Path) 
         setup=chosen.setup,
         gpu=workload.gpu,
         dataset=dataset_choice(data, chosen.setup.objective_spec.data, folder),
+        step_s=chosen.formula.step_time_s or 0.0,
         loss_on=data.loss_on or "answers",
         held_out=data.held_out,
         lacks_template=lacks_template(workload.model.model_id),

@@ -72,14 +72,18 @@ def small_data_note(epoch_seqs: int | None, global_batch_seqs: int, epochs: floa
 
 
 MOST_STEPS_UNSAVED = 500
-SAVES = 4
-"""Checkpoints, and evaluations, of a run that is not too long: a crash costs at most a quarter of it. A judgement."""
+SAVES, MOST_S_UNSAVED = 4, 3600
+"""Checkpoints, and evaluations, of a run that is not too long: a crash, or a job's time limit, costs at most a quarter
+of it, and an hour. A judgement."""
 
 
-def steps_between_saves(num_steps: int | None) -> float:
+def steps_between_saves(num_steps: int | None, step_s: float = 0.0) -> float:
     """Optimizer steps from one checkpoint, and one evaluation, to the next; of a run of unknown length a share of it
-    (transformers reads what is below 1 so)."""
-    return 0.1 if num_steps is None else min(MOST_STEPS_UNSAVED, max(1, ceil(num_steps / SAVES)))
+    (transformers reads what is below 1 so). `step_s`: seconds that a step is predicted to take, 0 where none are."""
+    if num_steps is None:
+        return 0.1
+    most = min(MOST_STEPS_UNSAVED, int(MOST_S_UNSAVED / step_s)) if step_s else MOST_STEPS_UNSAVED
+    return max(1, min(most, ceil(num_steps / SAVES)))
 
 
 def steps_between_logs(num_steps: int | None) -> int:

@@ -27,6 +27,7 @@ from planner.samples.steps import (
     global_batch,
     num_epochs,
     small_data_note,
+    steps_between_saves,
     steps_of_run,
     steps_per_epoch,
 )
@@ -43,6 +44,21 @@ from tests.planner.launch_sweep import request
 def test_the_batch_is_halved_before_epochs_are_added(epoch_seqs: int | None, batch: int, epochs: int) -> None:
     assert global_batch(epoch_seqs) == batch
     assert num_epochs(epoch_seqs, batch) == epochs
+
+
+def test_a_stop_costs_a_quarter_of_a_run_and_an_hour_at_most() -> None:
+    """A 70B's steps of 42 s were saved every 500: 5.8 hours, longer than many a job may run."""
+    assert [steps_between_saves(*run) for run in ((12, 42.0), (10_000, 1.0), (10_000, 42.0), (10, 5000.0))] == [
+        3,
+        500,
+        85,
+        1,
+    ]
+    assert steps_between_saves(10_000) == 500
+    slow = request(TrainSetup(), num_steps=10_000, step_s=42.0)
+    assert all(
+        "save_steps: 85" in EXPORTERS[target](slow).files[0].text for target in ("trl", "axolotl", "llamafactory")
+    )
 
 
 def test_a_default_batch_has_at_most_half_a_million_tokens() -> None:

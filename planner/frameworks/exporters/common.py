@@ -146,7 +146,7 @@ def counted_steps(request: ExportRequest) -> int:
 
 def steps_between(request: ExportRequest) -> float:
     """Steps from one checkpoint, and one evaluation, to the next."""
-    return steps_between_saves(request.hyper.max_steps or request.num_steps)
+    return steps_between_saves(request.hyper.max_steps or request.num_steps, request.step_s)
 
 
 def evaluation_lines(request: ExportRequest) -> list[Line]:

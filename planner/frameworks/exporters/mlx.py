@@ -121,7 +121,7 @@ def _sections(request: ExportRequest) -> list[Section]:
     setup, hyper = request.setup, request.hyper
     made, model = _base(request), common.model_line("model", request)
     iters = common.counted_steps(request) * setup.accumulation_steps
-    often = round(steps_between_saves(common.counted_steps(request))) * setup.accumulation_steps
+    often = round(steps_between_saves(common.counted_steps(request), request.step_s)) * setup.accumulation_steps
     answers = request.columns != "text" and request.loss_on != "all"
     return [
         section("model", Line("model", made, f"made of {shown_path(request.model_id)}") if made else model),

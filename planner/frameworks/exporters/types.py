@@ -50,6 +50,7 @@ class ExportRequest:
         output_dir: relative directory the run writes to.
         save: whether checkpoints are saved on the way (the final model always is).
         num_steps: optimizer steps of the run, None where they are not known.
+        step_s: seconds that a step is predicted to take, 0 where none are.
         loss_on: "answers", where the data have any, or "all" tokens.
         held_out: samples that are evaluated instead of trained on; None: a share, of data whose number is not known.
         about: sentences for the header (predicted peak, level).
@@ -67,6 +68,7 @@ class ExportRequest:
     save: bool = True
     logging_steps: int = 10
     num_steps: int | None = None
+    step_s: float = 0.0
     loss_on: str = "answers"
     held_out: int | None = None
     about: tuple[str, ...] = ()
