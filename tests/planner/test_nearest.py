@@ -71,6 +71,17 @@ def test_memory_that_is_the_hosts_too_takes_nothing_off_the_gpu() -> None:
     assert predict(model, card, paged).peak_device_bytes < predict(model, card, setup).peak_device_bytes
 
 
+@pytest.mark.parametrize(("host_gib", "offloads"), [(None, True), (20, True), (15, False)])
+def test_offloaded_checkpoints_find_room_in_the_host(host_gib: float | None, *, offloads: bool) -> None:
+    """16 GiB of 65,536 tokens x 4,096 bf16 numbers x 32 layers, in nine tenths of a machine's memory."""
+    answer = plan_workload(
+        plan_request(LLAMA, "rtx-4090", host_gib=host_gib, seq_len=65_536, fixed={"method": ("qlora",)}),
+        explained=False,
+    )
+    assert isinstance(answer, Plan) == offloads
+    assert not offloads or answer.chosen.setup.activation_offload
+
+
 def test_the_smallest_host_of_several_gpus() -> None:
     """Before: the host of the first spread looked at, 134.6 GiB."""
     arguments = {"fixed": {"method": ("full",)}, "cluster": make_cluster(find_gpu("rtx-4090"), 2)}

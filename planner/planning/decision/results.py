@@ -375,7 +375,7 @@ def add_layouts(
         workload, values, chosen, results.cache, limits.fitting_bytes, limits.surely_fitting_bytes
     )
     limited = workload.host_bytes or workload.gpu.shares_host_memory or "offload" not in workload.fixed
-    if limited and any(layout.stage == "offload" for layout in chosen):
+    if limited and (True in values["activation_offload"] or any(layout.stage == "offload" for layout in chosen)):
         points = _within_host_memory(workload, results, points)
     collect_into(_corrected(points, limits) if corrections else points, limits, results.of)
     _note_refusals(workload, values, results, chosen)
@@ -384,25 +384,34 @@ def add_layouts(
 def _within_host_memory(
     workload: Workload, results: WalkResults, points: Iterable[WalkedSetup]
 ) -> Iterator[WalkedSetup]:
-    """The points whose offloaded states the host can hold, or a usual one; the others are refused with their bytes.
+    """The points whose offloaded states and checkpoints the host can hold, or a usual one; of the others those with
+    states are refused with their bytes.
 
-    Who asks for offloading (--offload) and says nothing of the machine knows it: nothing is left out then.
+    Who asks for offloading and says nothing of the machine knows it: nothing is left out then.
     """
     from planner.memory.engines.host import assumed_host_bytes, host_bytes_per_node  # one GPU never needs it
 
     limit = assumed_host_bytes(workload)
     num_nodes = workload.cluster.num_nodes if workload.cluster is not None else 1
+    wanted = not workload.host_bytes and "activation_offload" in workload.fixed
     for point in points:
-        plain = point.shared.replace_trusted(optimizer=point.optimizer, checkpointing=1, attention="sdpa")
-        need = host_bytes_per_node(workload.model, plain, num_nodes)
-        if need <= limit:
+        if point.shared.offload == "none" and not point.shared.activation_offload:
             yield point
             continue
-        key = layout_key(point.shared)
-        results.too_large_for_hosts[key] = min(need, results.too_large_for_hosts.get(key, need))
-        there = f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)}"
-        reason = f"{there} (--host-memory says how much yours has)" if limit else SHARED_MEMORY
-        results.refused.setdefault((key, node_of_setup(point.shared)), reason)
+        plain = point.shared.replace_trusted(optimizer=point.optimizer, checkpointing=1, attention="sdpa")
+        if plain.activation_offload:
+            plain = plain.replace_trusted(
+                checkpointing=point.shared.checkpointing, micro_batch_seqs=point.micro_batch_seqs
+            )
+        need = host_bytes_per_node(workload.model, plain, num_nodes)
+        if need <= limit or (plain.offload == "none" and wanted):
+            yield point
+        elif plain.offload != "none":
+            key = layout_key(point.shared)
+            results.too_large_for_hosts[key] = min(need, results.too_large_for_hosts.get(key, need))
+            there = f"{gib(need)} would lie in every node's host memory, which is taken to hold {gib(limit)}"
+            reason = f"{there} (--host-memory says how much yours has)" if limit else SHARED_MEMORY
+            results.refused.setdefault((key, node_of_setup(point.shared)), reason)
 
 
 def _note_refusals(
