@@ -232,7 +232,7 @@ def _checkpointed(shape: LossShape, copies: tuple[int, ...]) -> LossChain:
     rows = shape.hidden_bytes * shape.tokens * shape.hidden_size
     product = sum(copies) * head + (copies[-1] if copies else shape.logit_bytes) * logits
     kept = copies[-1] * head if copies else 0
-    backward = max(product, kept + 12 * logits)
+    backward = max(product, kept + (12 + shape.piece_bytes * shape.softcap) * logits)
     if shape.head_trained:
         others = shape.head_bytes if shape.tokens > TRL_CHECKPOINTED_CHUNK else 0
         through = max(kept // head + types[-1], *map(sum, pairwise(types)), 0) + others

@@ -28,7 +28,7 @@ from probes.dryrun.report import DryRunReport
 from probes.dryrun.rows import carried, shorter
 from probes.dryrun.startup import collection_paused
 
-VERSION = 28
+VERSION = 29
 """Part of the cache key: raise it whenever a figure can change."""
 DEFAULT_CAPABILITY = (8, 0)
 WALKS = "probes.dryrun.rows:walks_through_tokens"

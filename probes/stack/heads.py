@@ -57,8 +57,9 @@ def checkpointed_loss(
     valid = wanted != -100
     order = valid.to(torch.int8).argsort(descending=True, stable=True)
     rows = hidden[:, :-1].reshape(-1, hidden.shape[-1])[order]
-    bias = getattr(head, "bias", None)
-    loss, entropy, hits = checkpointed_nll(rows, head.weight, bias, wanted[order], widens_head=widens_head)
+    bias, softcap = getattr(head, "bias", None), getattr(inner.config, "final_logit_softcapping", None)
+    scored = wanted[order]
+    loss, entropy, hits = checkpointed_nll(rows, head.weight, bias, scored, widens_head=widens_head, softcap=softcap)
     return {"loss": loss / valid.sum(), "entropy_sum": entropy, "num_correct_tokens": hits}
 
 

@@ -46,7 +46,13 @@ def _unseen(name: str, reads: int = 1, *, writes: bool = True) -> Callable[[Kern
 
 
 def checkpointed_nll(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor, *, widens_head: bool
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Any,
+    targets: torch.Tensor,
+    *,
+    widens_head: bool,
+    softcap: Any = None,
 ) -> list[torch.Tensor]:
     """Sums over all tokens of negative log-likelihood, entropy and hits, in pieces that the backward computes again.
 
@@ -57,6 +63,8 @@ def checkpointed_nll(
         logits = rows.float() @ weight.float().t() if widens_head else (rows @ weight.to(rows.dtype).t()).float()
         if bias is not None:
             logits = logits + bias.float()
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
         log_probs = torch.nn.functional.log_softmax(logits, dim=-1)
         loss = torch.nn.functional.nll_loss(log_probs, wanted, reduction="sum")
         hits = (logits.argmax(dim=-1) == wanted).sum().float()

@@ -1,5 +1,6 @@
 """The dry run of other stacks' steps: held against published runs, and the formula against it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,17 @@ def test_older_libraries_are_followed(fields: dict[str, Any], stack: str) -> Non
     formula, dry = agreeing(model, CARD, older, 0.04)
     assert formula.peak_allocated_bytes > predict_memory(model, CARD, today).peak_allocated_bytes
     assert dry.peak_allocated_bytes > 1.01 * dried(model, CARD, today, use_cache=False).peak_allocated_bytes
+
+
+def test_a_soft_cap_in_the_pieces_of_an_older_trl_is_followed() -> None:
+    """Its tanh makes four tensors of the backward, as many as the forward has, which alone has no copy of the head."""
+    setup = TrainSetup(trl_version="1.10", precision="bf16-pure", loss="chunked", seq_len_tokens=1024, lora_rank=4)
+    model = small_spec("gemma2", vocab_size=40_000)
+    _, dry = agreeing(model, CARD, setup, 0.005)
+    plain = predict_memory(replace(model, logit_softcap=False), CARD, setup)
+    assert dry.peak_allocated_bytes - plain.peak_allocated_bytes == pytest.approx(
+        4 * model.hidden_size * 40_000, rel=0.05
+    )
 
 
 def test_torchtitan_keeps_every_second_product() -> None:
