@@ -1,7 +1,6 @@
 """The command line: exit codes, hints, stdout is data; hostile input never gives a traceback."""
 
 import json
-import random
 import re
 import shlex
 import subprocess
@@ -11,12 +10,9 @@ from pathlib import Path
 import pytest
 
 from finetune_planner.cli.app import COMMANDS, GROUPS, build_app, complete_arguments, run
-from finetune_planner.cli.setup_flags import PARALLELS
 from planner.core.errors import EnvironmentProblem
 from planner.core.units import GIB
-from planner.hardware.cluster import links
 from planner.models import catalogue
-from tests.whole import WHOLE
 
 FAST = ["--no-dry-run"]
 INTERCHANGE = {
@@ -147,25 +143,6 @@ def test_a_setup_line_says_its_evaluation_and_its_links(capsys: pytest.CaptureFi
     assert "evaluation of 1 at once" in capsys.readouterr().out
 
 
-def test_out_writes_plan_reports_and_launch_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "deep" / "plan"
-    assert run(["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--out", str(out), *FAST]) == 0
-    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
-    assert {"plan.json", "report.md", "report.html", "launch/trl/trl-sft.yaml"} <= written
-    assert str(tmp_path) not in (out / "launch/trl/trl-sft.yaml").read_text()
-    assert json.loads((out / "plan.json").read_text())["kind"] == "plan"
-
-
-def test_out_on_a_file_is_an_environment_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    blocker = tmp_path / "file"
-    blocker.write_text("keep me")
-    assert run(["gpt2", "--gpu", "rtx-4090", "--out", str(blocker), *FAST]) == 3
-    err = capsys.readouterr().err
-    assert "hint:" in err
-    assert "free some space" not in err
-    assert blocker.read_text() == "keep me"
-
-
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     first = capsys.readouterr().out
@@ -206,85 +183,6 @@ def test_formula_plan_imports_nothing_heavy_and_on_one_gpu_nothing_of_several() 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-
-
-WORDS = [
-    "gpt2", "Qwen/Qwen2.5-1.5B", "nope/nope", "../../etc/passwd", "", " ", "-1", "1e99", "0", "nan", "inf", "-inf",
-    "99999999999999999999", "full", "lora", "qlora", "none", "nf4", "int8", "bf16-pure", "fp32", "fp16-mixed", "t4",
-    "rtx-4090", "h200", "quantum-9000", "all-linear", "attention", "q_proj,v_proj", "a;b", "\u202e", "🦙", "true",
-    "eager", "sdpa", "flash-attention-2", "adamw", "sgd", "chunked", "liger", "NaN", "null", "{}", "[]", "%s", "\\",
-    "--",
-]  # fmt: skip
-COUNTS = ["1", "2", "3", "4", "6", "8", "12", "16", "64", "0", "-1", "999999999999", "two", ""]
-VALUES = {
-    **dict.fromkeys(("--rank", "--min-rank", "--targets", "--precision", "--attention", "--loss"), WORDS),
-    **dict.fromkeys(("--checkpoint-every", "--headroom", "--dataset-tokens", "--price"), WORDS),
-    "--gpus": COUNTS,
-    "--nodes": COUNTS,
-    "--interconnect": ["nvlink", "pcie", "ib-400", "pcie+ethernet-25", "nvlink+", "++", "", "wifi", "🦙", *links()],
-    "--parallel": [*PARALLELS, "none", "ddp,fsdp2", "", "megatron"],
-    "--tensor-degree": COUNTS,
-    "--pipeline-degree": COUNTS,
-    "--schedule": ["1f1b", "gpipe", "zigzag", ""],
-    "--shard-degree": COUNTS,
-    "--offload": ["none", "optimizer", "parameters", "disk", ""],
-    "--global-batch": COUNTS,
-    "--method": ["full", "lora", "qlora", *WORDS],
-    "--quantization": ["none", "int8", "nf4"],
-    "--optimizer": ["adamw", "paged-adamw-8bit", "sgd"],
-    "--seq-len": ["128", "4096", "99999999", *WORDS],
-    "--memory-gib": ["1", "24", "nan"],
-}
-BARE = ["--no-reshard", "--reshard", "--json", "--packing", "--no-checkpointing", "--checkpointing", "--bogus"]
-RENTED = {
-    "--dataset-tokens": ["1", "1000000", "0", "-5", "x"], "--deadline": ["24h", "1s", "never", "", "1e400h"],
-    "--budget": ["10", "0", "nan", "1e-9"], "--epochs": ["3", "0", "inf"], "--max-gpus": ["1", "4", "0", "7"],
-    "--interconnect": ["nvlink", "pcie", "ib-400", "pcie+ethernet-25", "wifi"], "--global-batch": ["32", "3", "0"],
-    "--method": ["full", "lora", "dora"], "--precision": ["bf16-autocast", "fp32"], "--price": ["1.5", "-1"],
-}  # fmt: skip
-
-
-def random_config(draw: random.Random) -> str:
-    """A config.json that is broken, hostile or merely odd."""
-    values = [None, -1, 0, 3, 1e308, "x", [], {}, True, 2**70, float("nan")]
-    keys = ["model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
-            "num_key_value_heads", "tie_word_embeddings", "layer_types", "head_dim", "text_config"]  # fmt: skip
-    config = {key: draw.choice(values) for key in draw.sample(keys, draw.randint(0, len(keys)))}
-    if draw.random() < 0.7:
-        config["model_type"] = draw.choice(["llama", "qwen2", "phi3", "qwen3", "t5", "gemma3", "x" * 1000])
-    text = json.dumps(config)
-    return draw.choice([text, text, text, text[:-1], "[" * 5000, "", "\x00", "null"])
-
-
-@pytest.mark.parametrize("command", ["", "estimate", "which-cluster"])
-def test_random_command_lines_never_crash(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exit code 0, 1 or 2 and never a traceback, whatever is typed."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.chdir(tmp_path)
-    draw, rents, seen = random.Random(f"20261122 {command}"), command == "which-cluster", set()
-    for number in range(250 if WHOLE else 13 if rents else 24):
-        model = draw.choice(["gpt2", "Qwen/Qwen2.5-1.5B", "google-t5/t5-small", "mistralai/Mixtral-8x7B-v0.1"])
-        if draw.random() < 0.2:
-            folder = tmp_path / f"model{number}"
-            folder.mkdir()
-            (folder / "config.json").write_text(random_config(draw))
-            model = f"./{folder.name}"
-        model = draw.choice(WORDS) if draw.random() < 0.2 else model
-        card = draw.choice(["t4", "l4"] if rents else ["t4", "rtx-4090", "mi300x", "apple-m2-max", draw.choice(WORDS)])
-        words = [*[command] * bool(command), model, "--gpu", card]
-        values = RENTED if rents else VALUES
-        words += ["--max-gpus", "2", "--dataset-tokens", "1000000"] if rents else ["--gpus", draw.choice(COUNTS[:6])]
-        for flag in draw.sample(sorted(values), draw.randint(0, 4)):
-            words += [flag, draw.choice(values[flag])]
-        words += draw.sample(["--json"] if rents else BARE, draw.randint(0, 1))
-        words += [] if rents else ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked"]
-        code = run(words)
-        assert code in (0, 1, 2), words
-        assert (code == 2) == bool("error:" in capsys.readouterr().err), words
-        seen.add(code)
-    assert seen >= {0, 2}
 
 
 def test_a_group_without_a_word_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,11 +227,15 @@ def test_launch_files_of_an_earlier_plan_are_named(
 def test_a_directory_that_cannot_be_written_does_not_cost_the_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").touch()
-    assert run(["gpt2", "--gpu", "t4", *FAST, "--out", str(tmp_path / "file" / "below")]) == 3
-    shown = capsys.readouterr()
-    assert "Train with" in shown.out
-    assert "cannot write" in shown.err
+    (tmp_path / "file").write_text("keep me")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert run(["gpt2", "--gpu", "t4", *FAST, "--out", str(out)]) == 3
+        shown = capsys.readouterr()
+        assert "Train with" in shown.out
+        assert "cannot write" in shown.err
+        assert "hint:" in shown.err
+        assert "free some space" not in shown.err
+    assert (tmp_path / "file").read_text() == "keep me"
 
 
 def test_a_name_of_several_cards_is_answered_for_each_and_asked_about(capsys: pytest.CaptureFixture[str]) -> None:

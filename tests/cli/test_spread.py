@@ -112,19 +112,6 @@ def test_estimate_says_over_which_links(capsys: pytest.CaptureFixture[str]) -> N
     assert "2 nodes talk over InfiniBand 400 Gbit/s per node (1 x NDR)" in " ".join(capsys.readouterr().out.split())
 
 
-def test_estimate_reads_spreads_from_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [
-        {"model": "Qwen/Qwen2.5-1.5B", "gpu": "rtx-4090", "num_gpus": 4, "parallel": parallel, "loss": "chunked"}
-        for parallel in ("ddp", "fsdp2", "none")
-    ]
-    path = tmp_path / "setups.jsonl"
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
-    assert run(["estimate", "--setups", str(path), "--json=full", "--no-dry-run"]) == 0
-    ddp, fsdp2, none = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert fsdp2["formula"]["peak_device_bytes"] < ddp["formula"]["peak_device_bytes"]
-    assert "error" in none
-
-
 def test_several_apple_gpus_are_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["gpt2", "--gpu", "apple-m2-max", "--gpus", "2", *FAST]) == 2
     assert "no engine" in capsys.readouterr().err
@@ -150,26 +137,6 @@ def test_check_names_another_way_of_spreading(tmp_path: Path, capsys: pytest.Cap
     assert run(["check", str(config), "--gpu", "a100-80gb", "--no-dry-run", "--json=full"]) in (1, 3)
     single = json.loads(capsys.readouterr().out)
     assert not any("FSDP2" in change["label"] for change in single["changes"])
-
-
-def test_search_says_that_it_has_one_node(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["tune", "gpt2", "--gpu", "t4", "--gpus", "4", "--nodes", "2"]) == 2
-    assert "one machine" in capsys.readouterr().err
-
-
-def test_out_writes_reports_and_launch_files_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "plan"
-    arguments = ["Qwen/Qwen2.5-1.5B", "--gpu", "rtx-4090", "--gpus", "2", "--parallel", "ddp", "--out", str(out)]
-    assert run([*arguments, "--dataset-tokens", "1000000", *FAST]) == 0
-    assert "accelerate launch" in capsys.readouterr().out or (out / "launch").is_dir()
-    document = json.loads((out / "plan.json").read_text())
-    assert document["chosen"]["setup"]["num_gpus"] == 2
-    assert "2 GPUs (DDP)" in (out / "report.md").read_text()
-    assert "2 GPUs (DDP)" in (out / "report.html").read_text()
-    assert any("num_processes: 2" in path.read_text() for path in out.rglob("*.yaml"))
-    capsys.readouterr()
-    assert run(["report", str(out)]) == 0
-    assert "2 GPUs (DDP)" in (out / "report.md").read_text()
 
 
 def test_which_gpu_for_several_of_each(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,15 +24,13 @@ from planner.memory.states import nf4_bytes, paged_bytes, state_bytes, step_byte
 from planner.memory.step import allocator_gap_bytes, formula_loss_gap_share, profile_loss_gap
 from planner.memory.trained import trained_parameters
 from planner.models.catalogue import load
-from planner.models.spec import LinearSpec, ModelSpec
-from planner.options.losses import LOSSES
+from planner.models.spec import ModelSpec
 from planner.options.optimizers import OPTIMIZERS, Optimizer
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import load_calibration
-from planner.speed.roofline.counts import Mixer, eager_score_bytes, inventory, layer_traffic
-from planner.speed.roofline.model import EIGHT_BIT_STATE_S, H100_SMS, SpeedModel, int8_bytes
-from planner.speed.roofline.types import CURRENT, Conditions, matmul_s
+from planner.speed.roofline.model import SpeedModel
+from planner.speed.roofline.types import CURRENT, Conditions
 from tests.planner.helpers import loaded, loss_chain
 
 A100 = find_gpu("a100-80gb")
@@ -259,82 +257,6 @@ def test_quantized_weights() -> None:
 # Speed
 
 
-def test_chunked_loss_multiplies_the_head_twice_forward_and_once_backward() -> None:
-    """TRL's fused head computes a tile's logits again in its backward; one chunk of 2,048 tokens."""
-    model = speed()
-    rate = model.rates.matmul["bf16"]
-    forward = matmul_s(2048, VOCAB, HIDDEN, rate, 2, model.rates, model.constants)
-    backward = matmul_s(2048, HIDDEN, VOCAB, rate, 2, model.rates, model.constants)
-    chain = 4 * 2 * 2048 * VOCAB / (A100.memory_bandwidth_bytes_per_s * model.constants.loss_bandwidth_share)
-    assert model.loss_s("chunked", "bf16", 2048, False) == pytest.approx(2 * forward + backward + chain)
-    full = model.loss_s("full", "bf16", 2048, False) - model.loss_chain_s("full", "bf16", 2048, VOCAB)
-    assert full == pytest.approx(forward + backward)
-
-
-def test_trained_head_of_a_chunked_loss_adds_its_gradients_up() -> None:
-    """10,000 tokens are three chunks; each adds a [vocabulary, hidden] gradient: 8 bytes an element."""
-    model = speed()
-    rate = model.rates.matmul["bf16"]
-    gradient = matmul_s(VOCAB, HIDDEN, 4096, rate, 2, model.rates, model.constants)
-    added = 8 * VOCAB * HIDDEN / model.bandwidth
-    difference = model.loss_s("chunked", "bf16", 10_000, True) - model.loss_s("chunked", "bf16", 10_000, False)
-    assert difference == pytest.approx(3 * (gradient + added))
-
-
-@pytest.mark.parametrize(
-    ("loss", "logit", "options", "expected"),
-    [
-        ("full", 2, {"drag": 1.0}, 49 + 12),
-        ("full", 4, {"drag": 0.0}, 24),
-        ("full", 2, {"drag": 0.0, "softcap": True}, 24 + 12 + 26),
-        ("full", 2, {"fused": True}, 8),
-        ("chunked", 2, {}, 8),
-        ("liger", 2, {"drag": 1.0}, 10),
-        ("liger", 2, {"drag": 0.0}, 6),
-    ],
-)
-def test_bytes_per_logit(loss: str, logit: int, options: dict[str, float], expected: float) -> None:
-    assert LOSSES[loss].moved_per_logit(logit, **{"fused": False, "softcap": False, "drag": 1.0, **options}) == expected  # type: ignore[arg-type]
-
-
-def test_quantized_matrices_are_unpacked_by_bytes_and_kernels() -> None:
-    """Double quantization takes two more kernels for each of 210 matrices, and no bytes worth counting."""
-    model = speed()
-    setups = {name: replace(TrainSetup(), method="qlora", quantization=name) for name in ("nf4", "nf4-double", "int8")}
-    from planner.memory.dtypes import dtype_policy_of
-
-    bandwidth = A100.memory_bandwidth_bytes_per_s * model.constants.dequantize_share
-    gap = 210 * model.constants.kernel_gap_s
-    for name, each, kernels in (("nf4", 2.53, 1), ("nf4-double", 2.53, 3), ("int8", 7.0, 1)):
-        seconds, modules = model.dequantization_s(dtype_policy_of(setups[name]), name)
-        assert modules == 210
-        assert seconds == pytest.approx(LAYERS * WEIGHTS * each / bandwidth + kernels * gap), name
-
-
-def test_int8_multiplications_search_outliers_and_cast() -> None:
-    linear = LinearSpec(name="q", role="q", in_features=1000, out_features=100)
-    assert int8_bytes(linear, "fp16") == 17 * 1000 + 14 * 100
-    assert int8_bytes(linear, "bf16") == 21 * 1000 + 18 * 100
-
-
-def test_int8_layers_pay_for_that_traffic() -> None:
-    """Plain and int8 matmuls of the layers: each forward at int8's rate, and 21 in + 18 out bytes a token."""
-    model = speed()
-    plain, int8 = (model.matmuls("bf16", "bf16", 2048, quantized) for quantized in (False, True))
-    around = 2048 * LAYERS * (21 * (576 * 6 + 1536) + 18 * (576 * 3 + 192 * 2 + 1536 * 2)) / model.bandwidth
-    assert int8.forward == pytest.approx(plain.forward / model.constants.int8_rate + around)
-    assert int8.input_gradient == plain.input_gradient
-
-
-def test_two_16_bit_types_make_an_fp32_residual_stream() -> None:
-    """fp16 embeddings + a bf16 result of autocast's matrices: PyTorch promotes the sum."""
-    policies = {name: dtype_policy_of(TrainSetup(precision=name)) for name in ("bf16-autocast", "fp16-bf16-autocast")}
-    assert {name: policy.residual for name, policy in policies.items()} == {
-        "bf16-autocast": "bf16",
-        "fp16-bf16-autocast": "fp32",
-    }
-
-
 @pytest.mark.parametrize("precision", ["fp16-bf16-autocast", "bf16-fp16-autocast", "bf16-autocast"])
 def test_autocast_copies_every_matrix_of_another_16_bit_type(precision: str) -> None:
     """Two bytes an element, which the graph keeps and no cache (autocast_mode.cpp: fp32 alone), the head's apart.
@@ -360,44 +282,6 @@ def test_dora_under_dropout_keeps_every_matrix() -> None:
         assert predicted / 1024**3 == pytest.approx(device_gib, rel=0.04)
 
 
-def test_clipping_reads_twice_and_writes_once() -> None:
-    with_clip, without = speed(), speed(replace(CURRENT, gradient_clipping=False))
-    bandwidth = A100.memory_bandwidth_bytes_per_s * with_clip.constants.optimizer_share
-    for num, size in ((1e6, 2), (1e9, 4)):
-        clipped, plain = (model.optimizer_s("adamw-fused", num, size, 10)[0] for model in (with_clip, without))
-        assert clipped - plain == pytest.approx(3 * size * num / bandwidth)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "bytes_per_bf16_parameter", "kernels", "paged_bytes"),
-    [
-        ("adamw", 40.0, 0.3, 0),
-        ("adamw-fused", 14.0, 0.05, 0),
-        ("adamw-8bit", 6 + 4.2, 1, 0),
-        ("paged-adamw-8bit", 6 + 4.2, 1, 2 * (1 + 4 / 256)),  # two states, an fp32 maximum for each block of 256
-        ("paged-adamw-32bit", 6 + 16, 1, 2 * 4),
-        ("adafactor", 32 + 16, 18, 0),
-        ("lion-8bit", 6 + 2.1, 1, 0),
-        ("ademamix-32bit", 6 + 24, 1, 0),
-        ("paged-ademamix-8bit", 6 + 6.3, 1, 3 * (1 + 4 / 256)),
-        ("sgd", 6, 0.05, 0),
-    ],
-)
-def test_optimizer_steps_move_what_their_form_says(
-    optimizer: str, bytes_per_bf16_parameter: float, kernels: float, paged_bytes: float
-) -> None:
-    model = speed(replace(CURRENT, gradient_clipping=False))
-    bandwidth = A100.memory_bandwidth_bytes_per_s * model.constants.optimizer_share
-    gpu, host = model.optimizer_s(optimizer, 1e8, 2, 300)
-    gap = 300 * kernels * model.constants.kernel_gap_s
-    there_and_back = 2 * 1e8 * paged_bytes / model.host_rate
-    coded = 1e8 * OPTIMIZERS[optimizer].states.eight_bit * EIGHT_BIT_STATE_S * H100_SMS / model.rates.sms
-    update = max(1e8 * bytes_per_bf16_parameter / bandwidth, coded)
-    assert gpu == pytest.approx(update + gap + there_and_back)
-    looped = optimizer not in ("adamw", "adamw-fused", "sgd")
-    assert host == pytest.approx(300 * (60e-6 if looped else 4e-6) + 300 * kernels * 7.6e-6)
-
-
 def test_paged_states_pay_for_what_has_no_room() -> None:
     """Where peak and states fit, the step of adamw-8bit; on a card that ends at the peak, all of them move."""
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", expandable_segments=False)
@@ -413,50 +297,6 @@ def test_paged_states_pay_for_what_has_no_room() -> None:
     assert paged.tokens_per_s == pytest.approx((roomy.tokens_per_s or 0) * (1 - parts["paging"] / sum(parts.values())))
     half = replace(A100, memory_bytes=roomy.peak_device_bytes + states // 4)  # half of them: what is next was evicted
     assert predict(smol(), half, setup.replace(optimizer="paged-adamw-8bit")).tokens_per_s == paged.tokens_per_s
-
-
-@pytest.mark.parametrize(("dtype", "upcast", "dropout", "drag", "compiled", "expected"), [
-    ("bf16", False, False, 0.0, False, (12 + 4, 12 + 6)),  # two reads and writes of the product, three of each step
-    ("bf16", False, True, 1.0, False, (12 + 8 + 10, 12 + 12 + 10)),
-    ("fp16", True, False, 0.0, False, (12 + 6 + 6, 12 + 10 + 6)),  # softmax from 16 bit to 32 and the cast back
-    ("bf16", True, False, 1.0, False, (12 + 6 + 16 + 6, 12 + 6 + 24 + 6)),  # the cast to 32 is a kernel of its own
-    ("bf16", True, False, 1.0, True, (8, 14)),  # one kernel between the products
-])  # fmt: skip
-def test_eager_attention_moves_its_scores(
-    dtype: str, upcast: bool, dropout: bool, drag: float, compiled: bool, expected: tuple[float, float]
-) -> None:
-    score_bytes = eager_score_bytes(dtype, upcast=upcast, dropout=dropout, drag=drag, compiled=compiled)
-    assert score_bytes == expected
-
-
-def test_gpt2_pays_for_its_composed_gelu_and_its_dropouts() -> None:
-    """GPT-2 as transformers builds it, beside the same with one kernel and no dropout: 12 layers, 25 dropouts."""
-    model = loaded("gpt2")
-    (layer,) = model.layer_kinds
-    assert layer.mlp is not None
-    dtypes = dtype_policy_of(TrainSetup(method="full", lora_rank=0, precision="bf16-pure"))
-    composed, plain, dropless = (
-        layer_traffic(
-            inventory(
-                replace(
-                    model,
-                    layer_kinds=(replace(layer, mlp=replace(layer.mlp, activation=activation)),),
-                    traits=replace(model.traits, residual_dropout=dropout > 0),
-                )
-            ),
-            dtypes,
-            CURRENT,
-            trained=True,
-            mixer=Mixer(),
-        )
-        for activation, dropout in (("gelu_new", 0.1), ("gelu_pytorch_tanh", 0.1), ("gelu_pytorch_tanh", 0.0))
-    )
-    inner, hidden = 12 * 4 * 768, 25 * 768
-    assert composed.forward_bytes - plain.forward_bytes == 16 * 2 * inner
-    assert composed.backward_bytes - plain.backward_bytes == 25 * 2 * inner
-    assert composed.forward_kernels - plain.forward_kernels == 12 * 7
-    assert plain.forward_bytes - dropless.forward_bytes == (2 * 2 + 1) * hidden
-    assert plain.backward_kernels - dropless.backward_kernels == 25
 
 
 def test_a_host_bound_step_has_a_wide_band() -> None:

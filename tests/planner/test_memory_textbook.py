@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from planner.core.units import GIB
-from planner.frameworks.hyperparameters import TOKENS_PER_PARAM_PRETRAINING
 from planner.hardware.gpus import find_gpu
 from planner.memory.states import nf4_bytes, state_bytes, step_bytes
 from planner.memory.trained import trained_parameters
@@ -17,49 +16,11 @@ from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
 from planner.speed.roofline import CURRENT, throughput_profile
-from tests.planner import textbook
 from tests.planner.helpers import loaded, plan_request
 
 GB = 10**9
 ROUNDED = 0.02  # the sources give two digits
 QLORA_SPEED = ((256, 0.75), (512, 0.77), (1024, 0.85), (2048, 0.94))
-
-
-def test_textbook_adam_70b_is_1043_gib() -> None:
-    """70e9 parameters at 16 bytes: 1,120 GB, which are 1,043 GiB: the "1040 GB" that people quote are GiB."""
-    assert textbook.adam_states_bytes(70_000_000_000) == 1_120 * GB
-    assert textbook.adam_states_bytes(70_000_000_000) / GIB == pytest.approx(1043, abs=0.5)
-
-
-def test_textbook_7b_at_24_bytes_counts_8_bytes_of_activations_per_parameter() -> None:
-    """7B x 24 B = 168 GB: 4 weights, 4 gradients, 8 Adam, and 8 for activations, which do not follow parameters."""
-    states = textbook.adam_states_bytes(7_000_000_000)
-    assert states == 112 * GB
-    assert states * 24 // 16 == 168 * GB
-
-
-def test_textbook_13b_full_is_234_gb() -> None:
-    """13 B parameters under autocast, gradients of 4 bytes: 18 bytes per parameter."""
-    assert textbook.mixed_precision_states_bytes(13_000_000_000, gradient_bytes=4) == 234 * GB
-
-
-def test_textbook_gpt2_xl_activations_and_buffer() -> None:
-    """ZeRO, section 3.2: 60 GB at 1,024 tokens x 32 and an fp32 buffer of 6 GB. Equation 1 of Korthikanti et al. adds
-    the attention's scores, which ZeRO leaves out: 287 GB."""
-    shape = {"num_layers": 48, "seq_len": 1024, "batch": 32, "hidden": 1600}
-    assert textbook.zero_activations_bytes(**shape) / GB == pytest.approx(60, rel=ROUNDED)
-    assert textbook.classic_activations_bytes(**shape, num_heads=25) / GB == pytest.approx(287, rel=ROUNDED)
-    num_params = 1_500_000_000
-    assert 4 * num_params == 6 * GB
-
-
-def test_textbook_llama2_7b_activations_at_4096_tokens() -> None:
-    """5 GB / 100 GB with and without checkpointing: layer inputs and one recomputed layer, 4.3 GB; all, 104 GB."""
-    shape = {"num_layers": 32, "seq_len": 4096, "batch": 1, "hidden": 4096}
-    whole = textbook.classic_activations_bytes(**shape, num_heads=32)
-    assert whole / GB == pytest.approx(104, rel=ROUNDED)
-    checkpointed_bytes = textbook.checkpointed_activations_bytes(**shape) + whole // 32
-    assert checkpointed_bytes / GB == pytest.approx(4.3, rel=ROUNDED)
 
 
 @pytest.fixture(autouse=True)
@@ -196,37 +157,6 @@ def test_fragmentation_is_far_below_30_percent(fields: dict[str, object]) -> Non
     assert 1 <= prediction.peak_reserved_bytes / prediction.peak_allocated_bytes < 1.1
 
 
-def test_textbook_gpt2_xl_states_are_24_gb() -> None:
-    """ZeRO paper, section 3.1: GPT-2 with 1.5 B parameters needs at least 24 GB for states."""
-    assert textbook.mixed_precision_states_bytes(1_500_000_000) / GB == pytest.approx(24)
-
-
-def test_textbook_autocast_gradients_add_two_bytes() -> None:
-    """2 + 4 + 12 bytes with 4-byte gradients under autocast."""
-    assert textbook.mixed_precision_states_bytes(10, gradient_bytes=4) == 180
-
-
-def test_textbook_llama2_13b_lora_and_qlora() -> None:
-    """13 B parameters, 0.4 % trained: about 26.9 GB with LoRA and 7.4 GB with QLoRA."""
-    assert textbook.lora_bytes(13_000_000_000, 0.004) / GB == pytest.approx(26.9, rel=ROUNDED)
-    assert textbook.qlora_bytes(13_000_000_000, 0.004) / GB == pytest.approx(7.4, rel=ROUNDED)
-
-
-def test_textbook_llama2_13b_activations() -> None:
-    """Llama-2-13B, s 512, b 4: about 21 GiB of activations, about 0.8 GiB with checkpointing."""
-    shape = {"num_layers": 40, "seq_len": 512, "batch": 4, "hidden": 5120}
-    full = textbook.classic_activations_bytes(**shape, num_heads=40)
-    assert full / GIB == pytest.approx(21, rel=ROUNDED)
-    assert textbook.checkpointed_activations_bytes(**shape) / GIB == pytest.approx(0.8, rel=0.03)
-
-
-def test_classic_activations_equal_the_papers_form() -> None:
-    """Korthikanti et al. equation 1: s b h L (34 + 5 a s / h)."""
-    s, b, h, a, layers = 2048, 3, 4096, 32, 7
-    ours = textbook.classic_activations_bytes(num_layers=layers, seq_len=s, batch=b, hidden=h, num_heads=a)
-    assert ours == s * b * h * layers * 34 + 5 * a * s * s * b * layers
-
-
 def test_nf4_bits_per_weight_match_the_qlora_paper() -> None:
     """QLoRA section 3: 0.5 bits per parameter of scales without, 0.127 with double quantization."""
     weights = 8192 * 8192
@@ -258,14 +188,6 @@ def test_how_many_adapters_lie_beside_a_base() -> None:
     assert adapter_bytes == 16 * 1024**2
     free_bytes = find_gpu("a100-80gb").memory_bytes - 2 * model.num_params
     assert free_bytes // adapter_bytes == pytest.approx(4260, abs=5)
-
-
-def test_laws_and_schedules_in_numbers() -> None:
-    """Kaplan's equation 4.4 and Chinchilla's 20 tokens per parameter for 8e9; layers computed by keeping nothing."""
-    assert pytest.approx(106e9, rel=0.01) == 5e3 * 8e9**0.74
-    assert TOKENS_PER_PARAM_PRETRAINING * 8e9 == 160e9
-    assert sum(range(1, 33)) == 528
-    assert 128 * 2048 == 262_144
 
 
 @pytest.mark.usefixtures("warm_children")

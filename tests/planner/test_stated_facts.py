@@ -3,8 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from planner.frameworks.readers.values import Settings
 from planner.hardware.gpus import find_gpu
 from planner.memory.micro_batch import checkpointed_inputs_bytes, hooked_bytes
 from planner.memory.states import weight_bytes
-from planner.memory.step import LossMoment, loss_parts
+from planner.memory.step import loss_parts
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.stacks import STACKS
@@ -278,27 +276,3 @@ def test_fsdps_words(words: str) -> None:
     fields = sharding.fsdp_words(settings, f"{words} auto_wrap", {})
     options = fields.get("reshard_after_forward", True), fields.get("offload", "none")
     assert (fields["parallel"], *options) == ("fsdp2", *WORDS[words])
-
-
-def test_the_losss_moments_have_each_its_own_bytes() -> None:
-    trained = SimpleNamespace(head=3, outer_bytes=2)
-    state: Any = SimpleNamespace(
-        loss_forward_bytes=10,
-        loss_backward_bytes=200,
-        trained=trained,
-        reference_forward_bytes=3000,
-        arriving_bytes=40_000,
-    )
-    chain: Any = SimpleNamespace(
-        within_bytes=1, loss_bytes=2, backward_bytes=3, logits_bytes=4, reference_forward_bytes=5
-    )
-    moments = LossMoment.of(state, chain, 700_000)
-    expected = {
-        "in_model_forward": 700_011,
-        "forward": 700_002,
-        "backward": 203,
-        "head": 10,
-        "reference": 3005,
-        "arriving": 40_000,
-    }
-    assert moments._asdict() == expected

@@ -26,26 +26,12 @@ from planner.models.spec import ModelSpec
 from planner.options.adapters import ADAPTERS
 from planner.setup import TrainSetup
 from planner.speed import speed_profile, step_program
-from planner.speed.host import (
-    COPY_S,
-    FOREACH_TENSOR_S,
-    HOOK_S,
-    LAUNCH_S,
-    TENSOR_S,
-    TRITON_S,
-    VIEW_IN_ENGINE_S,
-    VIEW_S,
-    issued_s,
-)
-from planner.speed.operators import ISSUERS, Layout, Operator
+from planner.speed.operators import ISSUERS, Layout
 from planner.speed.prices import THIN, matrix_s, moved_s
 from planner.speed.rates import card_rates
-from planner.speed.sized import ScaledSpeed, Sized, Tiles
+from planner.speed.sized import ScaledSpeed, Sized
 from planner.speed.step_program import (
-    ONCE,
-    TILES,
     ModelPrograms,
-    Run,
     SizedLayout,
     SizedOperator,
     StepProgram,
@@ -90,48 +76,10 @@ def test_what_is_still_in_the_cache_is_faster(megabytes: int) -> None:
     assert rate / H100.copy == pytest.approx(L2_GAIN[megabytes], abs=0.12)
 
 
-ISSUED = [
-    # operator, by whom, whether the device runs anything, whether the step recomputes -> seconds
-    ("aten.detach.default", "engine", False, True, HOOK_S),
-    ("aten.detach.default", "engine", False, False, VIEW_IN_ENGINE_S),
-    ("aten.detach.default", "forward", False, True, VIEW_S),
-    *((f"{family}.kernel", who, True, False, TRITON_S) for family in ("liger", "trl", "unsloth", "triton")
-      for who in ("forward", "engine")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "who", "launches", "checkpointed", "seconds"), ISSUED, ids=str)
-def test_what_the_host_takes_for_a_call(
-    name: str, who: str, launches: bool, checkpointed: bool, seconds: float
-) -> None:
-    assert issued_s(Operator(name), ISSUERS.index(who), launches, checkpointed=checkpointed) == seconds
-
-
-def test_a_copy_of_a_tensor_as_it_lies_is_no_kernel() -> None:
-    """`cudaMemcpyAsync`: host seconds, in steps on an H100."""
-    rows, columns = Layout((64, 32), (32, 1), "bfloat16"), Layout((64, 32), (1, 64), "bfloat16")
-    seconds = [
-        issued_s(Operator("aten.clone.default", (layout,), (rows,)), FORWARD, True, checkpointed=False)
-        for layout in (rows, columns, rows._replace(stride=(64, 1)))
-    ]
-    assert seconds == [LAUNCH_S[FORWARD] + COPY_S, LAUNCH_S[FORWARD], LAUNCH_S[FORWARD]]
-
-
-@pytest.mark.parametrize("name", ["aten._foreach_add_.List", "aten._fused_adamw_.default"])
-def test_a_call_of_many_tensors_takes_longer_by_each(name: str) -> None:
-    single, many = (issued_s(Operator(name, listed=num), FORWARD, True, checkpointed=False) for num in (1, 501))
-    assert many - single == pytest.approx(500 * TENSOR_S.get(name.rpartition(".")[0], FOREACH_TENSOR_S))
-
-
 def test_a_dimension_that_repeats_is_read_once() -> None:
     layout = Layout((8, 16), (0, 1), "bfloat16")
     assert (layout.numel, layout.size_bytes) == (128, 32)
     assert Layout((1, 16), (0, 1), "bfloat16").size_bytes == 32
-
-
-def test_an_element_has_the_bytes_of_its_type() -> None:
-    types = {"bool": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
-    assert {name: Layout((1,), (1,), name).item_bytes for name in types} == types
 
 
 def test_utilization_falls_as_a_step_grows() -> None:
@@ -168,24 +116,6 @@ def test_an_operators_layout_at_its_sizes(repeated: tuple[int, ...], strides: tu
     shape = SizedLayout(((LENGTH,), ((RANK[0], 3.0),)), (), True, repeated, "bfloat16")
     sized = Sized(programs(shape), H100, 4, 100, 16, {})
     assert sized.operator(0).inputs[0] == Layout((100, 48), strides, "bfloat16")
-
-
-LOOPS = [
-    # per, less -> (tile's tokens, turns, filled) of 5 tiles that are 4.5 whole ones, and of 100 tokens
-    (ONCE, 0, (256, 1, 1.0)),
-    (TILES, 0, (256, 5, 0.9)),
-    (TILES, 1, (256, 4, 0.875)),
-    (TILES, 7, (256, 0, 0.0)),
-    (32, 0, (0, 4, 1.0)),
-    (32, 1, (0, 3, 1.0)),
-    (32, 9, (0, 0, 1.0)),
-]
-
-
-@pytest.mark.parametrize(("per", "less", "loop"), LOOPS, ids=str)
-def test_how_often_a_run_comes(per: int, less: int, loop: tuple[int, int, float]) -> None:
-    sized = Sized(programs(SizedLayout(((LENGTH,),), (), True, (), "bfloat16")), H100, 4, 100, 16, {})
-    assert tuple(sized.loop(Run(per, less, ()), Tiles(256, 5, 0.9))) == pytest.approx(loop)
 
 
 def profile(*moments: tuple[str, bool, int], longest: int | None = None, alone: int = 0) -> StepProfile:
