@@ -9,16 +9,14 @@ checkpointing.
 
 import argparse
 import json
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.shared import DATA, loaded, percentile, rows_of
+from benchmarks.shared import DATA, error_table, loaded, rows_of
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
 from planner.options.adapters import ADAPTERS
 from planner.setup.interchange import setup_from_dict
-from planner.setup.memory_terms import MemoryBreakdown
 
 DRY_RUNS = DATA / "adapter_kinds.jsonl"
 GPU = "a100-80gb"
@@ -92,47 +90,24 @@ def collect(kinds: list[str], types: list[str]) -> None:
             out.flush()
 
 
-def compared() -> Iterator[tuple[Cell, dict[str, Any], MemoryBreakdown, float]]:
-    """(cell, its dry run, the formula, formula / dry run - 1) of every kept cell."""
-    for cell, row in kept().items():
-        formula = predict_memory(loaded(MODELS[cell[0]]), find_gpu(GPU), setup_of(cell))
-        yield cell, row, formula, formula.peak_allocated_bytes / row["peak_allocated_bytes"] - 1
-
-
-def summary(errors: list[float]) -> str:
-    """Median, 95th percentile and worst of absolute errors, and how many are within AIM."""
-    inside = sum(error <= AIM for error in errors)
-    p95 = percentile(map(abs, errors), 0.95)
-    return (
-        f"{len(errors)} points: median {statistics.median(errors):.2%}, 95th percentile {p95:.2%}, "
-        f"worst {max(errors):.2%}, within AIM: {inside}"
-    )
-
-
 def tables(kinds: list[str], *, everything: bool) -> None:
-    """Points, then median and worst per kind, then cells within AIM by kind and type."""
-    errors: dict[tuple[str, str], list[float]] = {}
-    for cell, row, formula, error in compared():
-        if kinds and cell[1] not in kinds:
+    """Points (beyond AIM), then errors by kind and by type."""
+    errors: dict[str, dict[str, list[float]]] = {"adapter": {}, "type": {}, "all": {}}
+    for (model_type, kind, base, shape), row in kept().items():
+        if kinds and kind not in kinds:
             continue
-        errors.setdefault((cell[1], cell[0]), []).append(abs(error))
+        setup = setup_of((model_type, kind, base, shape))
+        formula = predict_memory(loaded(MODELS[model_type]), find_gpu(GPU), setup)
+        error = formula.peak_allocated_bytes / row["peak_allocated_bytes"] - 1
+        for group, name in (("adapter", kind), ("type", model_type), ("all", "all points")):
+            errors[group].setdefault(name, []).append(error)
         if everything or abs(error) > AIM:
             print(
-                f"{cell[1]:16} {cell[0]:8} {cell[2]:17} {cell[3]:18} dry run "
-                f"{row['peak_allocated_bytes'] / 2**20:8.1f} MiB ({row['phase']}), formula {error:+.2%} "
-                f"({formula.peak_phase})"
+                f"{kind:16} {model_type:8} {base:17} {shape:18} dry run {row['peak_allocated_bytes'] / 2**20:8.1f} MiB "
+                f"({row['phase']}), formula {error:+.2%} ({formula.peak_phase})"
             )
-    print("\n| adapter | median | worst | within 7 % |", *[f" {model_type} |" for model_type in MODELS], sep="")
-    print("|---|---|---|---|", "---|" * len(MODELS), sep="")
-    for kind in dict.fromkeys(kind for kind, _ in errors):
-        of_kind = [deviation for model_type in MODELS for deviation in errors.get((kind, model_type), [])]
-        worst = [
-            f" {max(errors[kind, model_type]):.2%} |" if (kind, model_type) in errors else " - |"
-            for model_type in MODELS
-        ]
-        inside = f"{sum(deviation <= AIM for deviation in of_kind)} of {len(of_kind)}"
-        print(f"| `{kind}` | {statistics.median(of_kind):.2%} | {max(of_kind):.2%} | {inside} |", *worst, sep="")
-    print(f"\n{summary([deviation for deviations in errors.values() for deviation in deviations])}")
+    for group, by_name in errors.items():
+        print(*error_table(group, by_name), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
 """Per-rank formula against per-rank dry run over (model, strategy, world size) points, one JSON line per point.
 
-    python -m benchmarks.layout_formula_vs_dryrun --out spread.jsonl [--parallel ddp,fsdp2] [--limit 320] [--seed 0]
-    python -m benchmarks.layout_formula_vs_dryrun --out context.jsonl --parallel context --limit 90   # cut sequences
-    python -m benchmarks.layout_formula_vs_dryrun --out experts.jsonl --parallel experts --limit 88   # dealt experts
-    python -m benchmarks.layout_formula_vs_dryrun --out objectives.jsonl --parallel objectives --limit 200
-    python -m benchmarks.layout_formula_vs_dryrun --out stages.jsonl --parallel tensor --limit 20   # or any of KINDS
+    python -m benchmarks.layout_formula_vs_dryrun --out spread.jsonl [--parallel fsdp2] [--limit 320] [--seed 0]
     python -m benchmarks.layout_formula_vs_dryrun --out spread.jsonl --markdown   # tables of today's formula
 
 Points already in the file are skipped, so a run can be stopped and taken up again. Setups are drawn at random (seeded)
-from the space below, the same list for every run with one seed, models and strategies in rotation. The formula is
+from the space below, the same list for every run with one seed, models in rotation. The formula is
 `planner.memory.model.rank_memories`, its worst rank by allocated bytes.
 """
 
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,29 +38,6 @@ MODELS = (
     "qwen/qwen3-8b",
     "qwen/qwen3-32b",
 )
-STRATEGIES: tuple[dict[str, Any], ...] = (
-    {"parallel": "fsdp2"},
-    {"parallel": "zero3"},
-    {"parallel": "ddp"},
-    {"parallel": "zero2"},
-    {"parallel": "fsdp2", "reshard_after_forward": False},
-    {"parallel": "zero1"},
-    {"parallel": "fsdp2", "shard_degree": 8},
-)
-"""No dry run follows ZeRO any more, but its place in the rotation keeps the points of a seed what they are."""
-CUT: tuple[dict[str, Any], ...] = (
-    {"parallel": "fsdp2", "context_degree": 2},
-    {"parallel": "fsdp2", "context_degree": 4},
-    {"parallel": "fsdp2", "context_degree": 8},
-)
-"""With `--parallel context`: long sequences that are cut over GPUs."""
-DEALT: tuple[dict[str, Any], ...] = (
-    {"parallel": "fsdp2", "expert_degree": 8},
-    {"parallel": "fsdp2", "expert_degree": 2},
-    {"parallel": "fsdp2", "expert_degree": 4},
-    {"parallel": "fsdp2", "expert_degree": 8, "shard_degree": 8},
-)
-"""With `--parallel experts`: full fine-tuning of mixtures whose experts are dealt out over GPUs."""
 MIXTURES = (
     "qwen/qwen3-30b-a3b",
     "mistralai/mixtral-8x7b-v0.1",
@@ -79,21 +52,18 @@ MIXTURES = (
     "qwen/qwen3-next-80b-a3b-instruct",
 )
 OBJECTIVES = ("dpo", "kto", "orpo", "reward", "classification")
-"""With `--parallel objectives`: those that are planned on several GPUs beside supervised training."""
-SHARED: tuple[dict[str, Any], ...] = (
-    {"parallel": "ddp"},
-    {"parallel": "fsdp2"},
-    {"parallel": "fsdp2"},
-    {"parallel": "fsdp2", "reshard_after_forward": False},
-    {"parallel": "fsdp2", "shard_degree": 2},
+"""Those that are planned on several GPUs beside supervised training."""
+FULL: dict[str, Any] = {"method": "full", "lora_rank": 0, "lora_targets": "all-linear", "quantization": "none"}
+FSDP2: tuple[dict[str, Any], ...] = tuple(
+    {"parallel": "fsdp2"} | more for more in ({}, {"reshard_after_forward": False}, {"shard_degree": 8})
 )
-FULL: dict[str, Any] = {"method": "full", "lora_rank": 0}
 KINDS: dict[str, tuple[dict[str, Any], ...]] = {
-    "offload": (
-        {"parallel": "fsdp2", "offload": "parameters"},
-        {"parallel": "fsdp2", "offload": "parameters", "reshard_after_forward": False},
-        {"parallel": "fsdp2", "offload": "parameters", "shard_degree": 8},
-    ),
+    "ddp": ({"parallel": "ddp"},),
+    "fsdp2": FSDP2,
+    "context": tuple({"parallel": "fsdp2", "context_degree": degree} for degree in (2, 4, 8)),
+    "experts": tuple(FULL | {"parallel": "fsdp2", "expert_degree": degree} for degree in (2, 4, 8)),
+    "objectives": ({"parallel": "ddp"}, *FSDP2),
+    "offload": tuple(way | {"offload": "parameters"} for way in FSDP2),
     "tensor": tuple(FULL | {"parallel": "none", "num_gpus": n, "tensor_degree": n} for n in (2, 4, 8)),
     "tensor in fsdp2": (
         FULL | {"parallel": "fsdp2", "num_gpus": 8, "tensor_degree": 2},
@@ -116,13 +86,8 @@ KINDS: dict[str, tuple[dict[str, Any], ...]] = {
     "device map": ({"parallel": "device-map", "num_gpus": 2}, {"parallel": "device-map", "num_gpus": 4}),
     "dp": ({"parallel": "dp", "num_gpus": 2}, {"parallel": "dp", "num_gpus": 4}),
 }
-"""With `--parallel` and a name of these: a model that is cut, or lies in the host's memory."""
-ACCUMULATED = {"pipeline": (4, 8), "pipeline in fsdp2": (4, 8)}
-FEW = (2, 4, 8)
-LONG = (8192, 16384, 32768, 65536)
-WORLD_SIZES = (2, 4, 8, 16, 64)
+"""What `--parallel` names: several GPUs that hold a part each, sequences, experts or a model that are cut."""
 SEQ_LENS = (512, 1024, 2048, 4096)
-MICRO_BATCHES = (1, 2, 4)
 METHODS = (
     {"method": "full", "lora_rank": 0, "precision": "bf16-mixed"},
     {"method": "full", "lora_rank": 0, "precision": "bf16-autocast"},
@@ -134,79 +99,41 @@ METHODS = (
 OTHER: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw-fused", "adamw-fused", "adamw", "sgd"),
     "checkpointing": (0, 1, 1),
-    "loss": ("full", "full", "chunked"),
+    "loss": ("full", "full", "chunked", "liger"),
+    "kernels": ("eager", "liger"),
     "accumulation_steps": (1, 1, 4),
+    "micro_batch_seqs": (1, 2, 4),
+    "num_gpus": (2, 4, 8, 16, 64),
     "lora_targets": ("all-linear", "all-linear", "attention"),
+    "lora_rank": (8, 16, 64),
 }
-RANKS = (8, 16, 64)
 
 
-def cut_points(kind: str, seed: int) -> Iterator[tuple[str, TrainSetup]]:
-    """Endless (model id, setup) of one of KINDS, models in rotation."""
+def points(kind: str, seed: int, models: Sequence[str] = ()) -> Iterator[tuple[str, TrainSetup]]:
+    """Endless (model id, setup) of one of KINDS, models in rotation: what an engine runs."""
     draw = random.Random(f"{seed} {kind}")
     while True:
-        for model in MODELS:
+        for model in models or (MIXTURES if kind == "experts" else MODELS):
             fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
-            fields |= {"num_gpus": draw.choice((2, 8, 16)), "seq_len_tokens": draw.choice(SEQ_LENS)}
-            fields |= {"micro_batch_seqs": draw.choice((1, 2))} | draw.choice(METHODS) | draw.choice(KINDS[kind])
+            fields["seq_len_tokens"] = draw.choice(SEQ_LENS) * (16 if kind == "context" else 1)
+            fields |= draw.choice(METHODS) | draw.choice(KINDS[kind])
             if fields["method"] == "full":
-                fields |= {"lora_targets": "all-linear", "quantization": "none"}
-            if kind in ACCUMULATED:
-                fields["accumulation_steps"] = draw.choice(ACCUMULATED[kind])
-            yield from tried(model, fields)
-
-
-def tried(model: str, fields: dict[str, Any]) -> Iterator[tuple[str, TrainSetup]]:
-    """The point, where there is such a setup and an engine runs it."""
-    try:
-        setup = TrainSetup(**fields)
-    except SetupError:  # a degree does not divide the GPUs, or a setting that the stack has not
-        return
-    if not why_not(loaded(model), setup):
-        yield model, setup
-
-
-def points(seed: int, parallels: set[str]) -> Iterator[tuple[str, TrainSetup]]:
-    """Endless (model id, setup), strategies and models in rotation."""
-    draw = random.Random(seed)
-    cut, expert_parallel = "context" in parallels, "experts" in parallels
-    lengths = LONG if cut else SEQ_LENS
-    while True:
-        for strategy in CUT if cut else DEALT if expert_parallel else STRATEGIES:
-            for model in MIXTURES if expert_parallel else MODELS:
-                fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
-                fields |= draw.choice(METHODS[:3] if expert_parallel else METHODS)
-                rank = draw.choice(RANKS)
-                if fields["method"] == "full":
-                    fields["lora_targets"] = "all-linear"
-                else:
-                    fields["lora_rank"] = rank
-                fields |= {"seq_len_tokens": draw.choice(lengths), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
-                fields |= {"num_gpus": draw.choice(WORLD_SIZES), **strategy}
-                if cut or expert_parallel or strategy["parallel"] in parallels:
-                    yield from tried(model, fields)
-
-
-def objective_points(seed: int) -> Iterator[tuple[str, TrainSetup]]:
-    """Endless (model id, setup) of OBJECTIVES, models and objectives in rotation."""
-    draw = random.Random(seed)
-    while True:
-        for model in MODELS:
-            for objective in OBJECTIVES:
-                fields: dict[str, Any] = {name: draw.choice(values) for name, values in OTHER.items()}
-                fields |= draw.choice(METHODS) | draw.choice(SHARED)
-                fields |= (
-                    {"lora_rank": draw.choice(RANKS)} if fields["method"] != "full" else {"lora_targets": "all-linear"}
-                )
-                fields |= {"seq_len_tokens": draw.choice(SEQ_LENS[:3]), "micro_batch_seqs": draw.choice(MICRO_BATCHES)}
-                fields |= {"objective": objective, "num_gpus": draw.choice(FEW)}
-                row = ROWS[objective]
-                fields["loss"] = draw.choice(row.losses)
-                fields["stack"] = "axolotl" if row.reference and fields["loss"] == "full" else row.stack("trl")
-                if row.reference and draw.random() < 0.2:
-                    fields["precomputed_reference"] = True
+                fields |= FULL
+            if kind.startswith("pipeline"):
+                fields["accumulation_steps"] = draw.choice((4, 8))
+            if kind == "objectives":
+                objective = draw.choice(OBJECTIVES)
+                row, loss = ROWS[objective], draw.choice(ROWS[objective].losses)
+                stack = "axolotl" if row.reference and loss == "full" else row.stack("trl")
+                fields |= {"objective": objective, "loss": loss, "stack": stack}
+                fields["precomputed_reference"] = row.reference and draw.random() < 0.2
                 fields["micro_batch_seqs"] = max(row.least_samples, fields["micro_batch_seqs"])
-                yield from tried(model, fields)
+            try:
+                setup = TrainSetup(**fields)
+            except SetupError:  # a degree does not divide the GPUs, or a setting that the stack has not
+                continue
+            if not why_not(loaded(model), setup):
+                yield model, setup
 
 
 def measure(model: str, setup: TrainSetup) -> dict[str, Any]:
@@ -274,7 +201,7 @@ def describe(row: dict[str, Any], setup: TrainSetup, breakdown: Any) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parallel", default="ddp,fsdp2")
+    parser.add_argument("--parallel", default="fsdp2", choices=KINDS)
     parser.add_argument("--limit", type=int, default=320, help="points in the file when done")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worst", type=int, default=4, help="points to list")
@@ -283,9 +210,7 @@ def main() -> int:
     if args.markdown:
         print(markdown(rows_of(args.out), args.worst))
         return 0
-    wanted = set(args.parallel.split(","))
-    drawn = objective_points(args.seed) if "objectives" in wanted else points(args.seed, wanted)
-    drawn = cut_points(args.parallel, args.seed) if args.parallel in KINDS else drawn
+    drawn = points(args.parallel, args.seed)
     collect(args.out, args.limit, (({"model": model}, setup) for model, setup in drawn), measure)
     return 0
 

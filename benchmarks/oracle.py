@@ -1,11 +1,10 @@
 """Frozen dry runs of random setups, and how near a replacement of the hand-written formula comes to them.
 
-    python -m benchmarks.oracle --judge 100 [--seed 1] [--out FILE]   # step profiles made now, beside the formula
-    python -m benchmarks.oracle --summary FILE                        # the same from what --judge wrote
-    python -m benchmarks.oracle --own                                 # against this project's runs on GPUs
-    python -m benchmarks.oracle --ranks                               # DDP's ranks, against their frozen dry runs
-    python -m benchmarks.oracle --refresh FILE [--loss liger]         # dry-runs points anew (0.5 s each), resumable
-    python -m benchmarks.oracle --merge FILE                          # takes what was refreshed into the frozen data
+    python -m benchmarks.oracle --judge 100 [--seed 1]           # step profiles made now, beside the formula
+    python -m benchmarks.oracle --own                            # against this project's runs on GPUs
+    python -m benchmarks.oracle --ranks                          # DDP's ranks, against their frozen dry runs
+    python -m benchmarks.oracle --refresh FILE [--loss liger]    # dry-runs points anew (0.5 s each), resumable
+    python -m benchmarks.oracle --merge FILE                     # takes what was refreshed into the frozen data
 
 Frozen beside it, each with the setups that its own benchmark makes: adapters (adapter_kinds.jsonl, 657), pictures
 (images.jsonl, 186), sound (sound.jsonl, 56), ranks (spread_*.jsonl, 972).
@@ -15,16 +14,13 @@ import argparse
 import gzip
 import json
 import random
-import statistics
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measured import own_rows
-from benchmarks.shared import DATA, dry_run_row, loaded, percentile, rows_of, rows_so_far
+from benchmarks.shared import DATA, dry_run_row, error_table, loaded, rows_of, rows_so_far
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of
@@ -60,32 +56,6 @@ def profiled(builder: Any, model: ModelSpec, setup: TrainSetup, gpu: GpuSpec) ->
     return profiled_breakdown(step, gpu, setup, state)
 
 
-def judge(num: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Of random points the errors of a profile made now and of the formula, or why there is no profile."""
-    from probes.tracing.profile_builder import NOT_PROFILED, ProfileBuilder
-
-    rows = frozen()
-    chosen = sorted(random.Random(seed).sample(range(len(rows)), min(num, len(rows))), key=lambda i: rows[i]["model"])
-    for name, places in groupby(chosen, lambda place: rows[place]["model"]):
-        model = loaded(name)
-        builder = ProfileBuilder(model)
-        for place in places:
-            row, started = rows[place], time.process_time()
-            gpu, setup = find_gpu(row["gpu"]), setup_from_dict(row["setup"])
-            record = {"place": place, "model": name, "type": row["model_type"]}
-            record["formula"] = _errors(row, predict_memory(model, gpu, setup))
-            try:
-                breakdown = profiled(builder, model, setup, gpu)
-            except NOT_PROFILED as error:
-                yield record | {"why": f"{type(error).__name__}: {error}"[:160]}
-                continue
-            if breakdown is None:
-                yield record | {"why": "no profile of such setups"}
-                continue
-            record["profile"] = _errors(row, breakdown)
-            yield record | {"cpu_s": round(time.process_time() - started, 2)}
-
-
 Case = tuple[str, str, TrainSetup, GpuSpec, dict[str, float | None]]
 """Name, model, setup, card and the allocated and reserved bytes that a profile and the formula are held against."""
 
@@ -96,6 +66,14 @@ def own() -> Iterator[Case]:
         if row.setup is not None and row.model is not None and row.gpu is not None and row.allocated_bytes:
             measured = {"allocated": row.allocated_bytes, "reserved": row.reserved_bytes}
             yield row.config_id, row.model, row.setup, find_gpu(row.gpu), measured
+
+
+def judged(num: int, seed: int) -> Iterator[Case]:
+    """Some of the frozen points."""
+    rows = frozen()
+    for row in sorted(random.Random(seed).sample(rows, min(num, len(rows))), key=lambda row: str(row["model"])):
+        peaks = {figure: row.get(f"dry_run_{figure}") for figure in ("allocated", "reserved")}
+        yield f"{row['model']} {row['setup']}", row["model"], setup_from_dict(row["setup"]), find_gpu(row["gpu"]), peaks
 
 
 def ranks() -> Iterator[Case]:
@@ -130,46 +108,7 @@ def compared(cases: Iterator[Case]) -> Iterator[str]:
                         seen.setdefault(f"{figure}, {level}", []).append(off)
                         cells.append(f"{level} {figure} {off:+.3%}")
             yield f"{name:34} {'  '.join(cells)}"
-    for name, errors in seen.items():
-        yield from _line(name, errors)
-
-
-def _errors(row: dict[str, Any], breakdown: MemoryBreakdown) -> dict[str, float]:
-    """Predicted / dry run - 1 of the peak, of each phase, and of what is reserved where that is known."""
-    errors = {"peak": breakdown.peak_allocated_bytes / row["dry_run_allocated"] - 1}
-    if "dry_run_reserved" in row:
-        errors["reserved"] = breakdown.peak_reserved_bytes / row["dry_run_reserved"] - 1
-    return errors | {
-        phase: breakdown.phase_bytes[phase] / size - 1 for phase, size in row["dry_run_phases"].items() if size
-    }
-
-
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Errors of profile and formula on the same points, why others have no profile, and the worst by name."""
-    both = [row for row in rows if "profile" in row]
-    lines = [f"{len(rows)} points, {len(both)} with a profile"]
-    for figure in ("peak", "reserved"):
-        for level in ("profile", "formula"):
-            lines += _line(f"{figure}, {level}", [row[level][figure] for row in both if figure in row[level]])
-    lines += _line("peak, formula, points without a profile", [row["formula"]["peak"] for row in rows if "why" in row])
-    reasons = Counter((row["type"], row["why"][:100]) for row in rows if "why" in row)
-    lines += [f"  no profile: {kind}: {why} ({count})" for (kind, why), count in reasons.most_common()]
-    every, named = frozen(), sorted(both, key=lambda row: -abs(row["profile"]["peak"]))[:10]
-    for row in named:
-        point = every[row["place"]]
-        lines.append(f"  {row['profile']['peak']:+.3%} {row['model']} {point['gpu']} {json.dumps(point['setup'])}")
-    return "\n".join(lines)
-
-
-def _line(name: str, errors: list[float]) -> list[str]:
-    if not errors:
-        return []
-    sizes = list(map(abs, errors))
-    middle, p95, worst = statistics.median(sizes), percentile(sizes, 0.95), max(sizes)
-    return [
-        f"{name:42} n {len(errors):4}  median {middle:.4%}  95th {p95:.3%}  worst {worst:.2%}  "
-        f"lowest {min(errors):+.2%}"
-    ]
+    yield from error_table("figure", seen, digits=4)
 
 
 def refresh(path: Path, loss: str) -> None:
@@ -207,31 +146,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--judge", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="write the errors there too, point by point")
-    parser.add_argument("--summary", type=Path, metavar="FILE")
     parser.add_argument("--own", action="store_true")
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--refresh", type=Path, metavar="FILE")
     parser.add_argument("--loss", default="")
     parser.add_argument("--merge", type=Path, metavar="FILE")
     args = parser.parse_args()
-    if args.own or args.ranks:
-        for line in compared(own() if args.own else ranks()):
-            print(line)
-    elif args.refresh:
+    if args.refresh:
         refresh(args.refresh, args.loss)
     elif args.merge:
         print(f"{merge(args.merge)} points moved")
-    elif args.summary:
-        print(summary(rows_of(args.summary)))
     else:
-        rows = []
-        for row in judge(args.judge, args.seed):
-            rows.append(row)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-        print(summary(rows))
+        for line in compared(own() if args.own else ranks() if args.ranks else judged(args.judge, args.seed)):
+            print(line)
 
 
 if __name__ == "__main__":

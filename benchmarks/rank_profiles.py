@@ -10,7 +10,6 @@ engine no dry run is left; those rows are of the one there was).
 """
 
 import argparse
-import random
 import statistics
 from collections.abc import Iterator
 from itertools import groupby
@@ -18,12 +17,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.layout_formula_vs_dryrun import GPU, measure, strategy_of
+from benchmarks.layout_formula_vs_dryrun import GPU, measure, points, strategy_of
 from benchmarks.shared import DATA, collect, loaded, percentile, rows_of
-from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
 from planner.memory import ranks
-from planner.memory.engines import engine_of, why_not
+from planner.memory.engines import engine_of
 from planner.memory.model import memory_of, predict_memory
 from planner.memory.profiles import rank_profiles_of
 from planner.models import catalogue
@@ -33,45 +31,16 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict
 
 FROZEN = DATA / "spread_dry_runs.jsonl"
-WAYS: tuple[dict[str, Any], ...] = (
-    {"num_gpus": 2}, {"num_gpus": 8}, {"num_gpus": 8}, {"num_gpus": 64}, {"num_gpus": 16, "shard_degree": 8},
-    {"num_gpus": 4, "reshard_after_forward": False},
-)  # fmt: skip
-METHODS: tuple[dict[str, Any], ...] = (
-    {"method": "full", "lora_rank": 0, "precision": "bf16-mixed"},
-    {"method": "full", "lora_rank": 0, "precision": "bf16-pure"},
-    {"method": "lora", "precision": "bf16-autocast"},
-    {"method": "qlora", "quantization": "nf4-double", "precision": "bf16-autocast"},
-)
-OTHER: dict[str, tuple[Any, ...]] = {
-    "checkpointing": (0, 0, 1, 1, 1, 2, 4),
-    "loss": ("chunked", "liger", "full"),
-    "kernels": ("liger",),
-    "micro_batch_seqs": (1, 2, 3, 4, 8),
-    "seq_len_tokens": (512, 1024, 1536, 2048, 4096, 8192),
-    "accumulation_steps": (1, 2),
-    "optimizer": ("adamw-fused", "adamw", "sgd"),
-}
-RANKS = (8, 16, 64)
 TOO_MUCH = 300e9
 """Points beyond so many bytes are drawn again: nobody trains there."""
 
 
-def points(names: list[str], seed: int) -> Iterator[tuple[str, TrainSetup]]:
+def drawn(names: list[str], seed: int) -> Iterator[tuple[str, TrainSetup]]:
     """Endless (model, setup) of those that have a profile."""
-    draw, gpu = random.Random(seed), find_gpu(GPU)
-    models = [(name, spec) for name in names if (spec := catalogue.load(name)) and rank_profiles_of(spec)]
-    while True:
-        name, model = draw.choice(models)
-        fields: dict[str, Any] = {field: draw.choice(values) for field, values in OTHER.items()}
-        fields |= {"lora_rank": draw.choice(RANKS)} | draw.choice(METHODS) | draw.choice(WAYS) | {"parallel": "fsdp2"}
-        try:
-            setup = TrainSetup(**fields)
-        except SetupError:
-            continue
-        if why_not(model, setup) or ranks.rank_step(model, gpu, setup) is None:
-            continue
-        if predict_memory(model, gpu, setup).peak_allocated_bytes < TOO_MUCH:
+    specs = {name: spec for name in names if (spec := catalogue.load(name)) and rank_profiles_of(spec)}
+    for name, setup in points("fsdp2", seed, list(specs)):
+        small = predict_memory(specs[name], find_gpu(GPU), setup).peak_allocated_bytes < TOO_MUCH
+        if small and ranks.rank_step(specs[name], find_gpu(GPU), setup) is not None:
             yield name, setup
 
 
@@ -150,8 +119,8 @@ def main() -> None:
         print(frozen())
     else:
         if args.runs:
-            drawn = points(args.names or list(catalogue.names()), args.seed)
-            collect(args.out, args.runs, (({"model": name}, setup) for name, setup in drawn), measure)
+            chosen = drawn(args.names or list(catalogue.names()), args.seed)
+            collect(args.out, args.runs, (({"model": name}, setup) for name, setup in chosen), measure)
         print(table([named for row in rows_of(args.out) for named in errors(row)]))
 
 

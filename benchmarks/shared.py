@@ -66,12 +66,13 @@ def percentile(values: Iterable[float], fraction: float) -> float:
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
-def error_table(group: str, errors: Mapping[str, Sequence[float]]) -> list[str]:
+def error_table(group: str, errors: Mapping[str, Sequence[float]], digits: int = 2) -> list[str]:
     """Errors by name, in `ERROR_COLUMNS`."""
     lines = [f"| {group} | {ERROR_COLUMNS}"]
     for name, values in sorted(errors.items()):
-        cells = " | ".join(f"{100 * percentile(map(abs, values), share):.2f} %" for share in (0.5, 0.9, 0.95, 1.0))
-        lines.append(f"| {name} | {len(values)} | {cells} | {100 * statistics.fmean(values):+.2f} % |")
+        shares = [100 * percentile(map(abs, values), share) for share in (0.5, 0.9, 0.95, 1.0)]
+        cells = " | ".join(f"{share:.{digits}f} %" for share in shares)
+        lines.append(f"| {name} | {len(values)} | {cells} | {100 * statistics.fmean(values):+.{digits}f} % |")
     return [*lines, ""]
 
 
