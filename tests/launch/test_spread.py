@@ -21,7 +21,6 @@ from planner.setup import TrainSetup
 from tests.launch.conftest import Run, export_request, furnish, run_launch, write_launch
 from tests.launch.test_hf import said
 from tests.ports import own_port
-from tests.whole import WHOLE
 
 pytestmark = pytest.mark.processes
 
@@ -138,17 +137,6 @@ def test_one_process_whose_weights_lie_on_the_host_steps_like_one_that_holds_the
     check_alike(run, place, alone("hf", FULL))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not WHOLE, reason="TRL's FSDP2 trains in test_objectives, adapters in test_trl (TESTS_WHOLE=1)")
-def test_fsdp2_of_adapters_by_trl_steps_like_one_process(
-    place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
-) -> None:
-    files = emitted("trl", LORA.replace(**TWO, parallel="fsdp2", reshard_after_forward=False))
-    write_launch(place, files)
-    run = layout(launch, place, files.command)
-    for rank in shards(place):
-        assert rank["sharded"] == rank["parameters"] < 2.1 * rank["here"]
-    check_alike(run, place, alone("trl", LORA))
 
 
 @pytest.mark.slow

