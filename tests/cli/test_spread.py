@@ -157,7 +157,8 @@ def test_which_gpu_for_several_of_each(capsys: pytest.CaptureFixture[str]) -> No
 def test_which_cluster_names_smallest_cheapest_and_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cards = ["--gpu", "a100-80gb", "--max-gpus", "2"]
     arguments = ["which-cluster", "Qwen/Qwen2.5-7B", "--dataset-tokens", "20000000", *cards]
-    assert run([*arguments, "--deadline", "24h", "--budget", "100", "--json=full"]) == 0
+    limits = ["--deadline", "24h", "--budget", "100"]
+    assert run([*arguments, *limits, "--json=full", "--out", str(tmp_path / "rent")]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["recommended_method"] == "full"
     for picks in answer["picks"].values():
@@ -176,10 +177,6 @@ def test_which_cluster_names_smallest_cheapest_and_fastest(tmp_path: Path, capsy
         hours = 20e6 / option["tokens_per_s"] / 3600
         assert option["cost_usd"] == pytest.approx(hours * option["usd_per_gpu_hour"] * option["num_gpus"])
         assert option["setup"]["num_gpus"] == option["num_gpus"]
-    assert run([*arguments, "--out", str(tmp_path / "rent")]) == 0
-    out = capsys.readouterr().out
-    for words in ("smallest:", "cheapest:", "fastest:", "Assumed", "Next"):
-        assert words in out
     report = (tmp_path / "rent" / "report.md").read_text()
     matching = [option for option in answer["options"] if option["method"] == "full" and option["meets"]]
     for option in matching:
@@ -190,7 +187,7 @@ def test_which_cluster_takes_a_data_set(tmp_path: Path, capsys: pytest.CaptureFi
     """Its own lengths decide the time, and the next command plans the same job."""
     data = tmp_path / "chats.jsonl"
     data.write_text("".join(f'{{"question": "why", "answer": "{"so " * (9 + at)}"}}\n' for at in range(300)))
-    words = ["which-cluster", "gpt2", "--gpu", "h100-sxm", "--max-gpus", "2"]
+    words = ["which-cluster", "gpt2", "--gpu", "h100-sxm", "--max-gpus", "2", "--method", "lora"]
     assert run([*words, "--dataset", str(data), "--epochs", "2", "--json=full"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["job"].startswith("chats.jsonl, 2 epochs of ")
@@ -207,10 +204,10 @@ def test_which_cluster_takes_a_data_set(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_which_cluster_says_when_nothing_keeps_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["which-cluster", "Qwen/Qwen2.5-7B", "--gpu", "l4", "--max-gpus", "2", "--dataset-tokens"]
-    assert run([*arguments, "1000000000", "--deadline", "1m"]) == 1
+    options = ["--gpu", "l4", "--max-gpus", "2", "--method", "lora", "--dataset-tokens"]
+    assert run(["which-cluster", "Qwen/Qwen2.5-7B", *options, "1000000000", "--deadline", "1m"]) == 1
     assert "The nearest" in capsys.readouterr().out
-    assert run(["which-cluster", "meta-llama/Llama-3.1-70B", *arguments[2:], "1000", "--max-gpus", "1"]) == 1
+    assert run(["which-cluster", "meta-llama/Llama-3.1-70B", *options, "1000", "--max-gpus", "1"]) == 1
     assert "Nothing fits" in capsys.readouterr().out
 
 
@@ -339,7 +336,7 @@ def test_the_price_of_several_machines_is_of_an_offer_with_their_network(
 
 def test_a_card_that_nobody_joins_over_a_network_is_taken_in_one_node(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["which-cluster", "HuggingFaceTB/SmolLM2-135M", "--dataset-tokens", "1M", "--max-gpus", "16"]
-    words += ["--method", "lora", "--precision", "bf16-autocast"]
+    words += ["--method", "lora", "--precision", "bf16-autocast", "--attention", "sdpa", "--loss", "liger"]
     counts = {}
     for card in ("rtx-pro-6000-blackwell", "h100-sxm"):
         assert run([*words, "--json=full", "--gpu", card]) == 0

@@ -248,7 +248,3 @@ def furnish(folder: Path, tiny_model: Path) -> Path:
     setup = TrainSetup(seq_len_tokens=64)
     prepared(folder, export_request(setup))
     return folder
-
-
-
-

@@ -137,8 +137,6 @@ def test_one_process_whose_weights_lie_on_the_host_steps_like_one_that_holds_the
     check_alike(run, place, alone("hf", FULL))
 
 
-
-
 @pytest.mark.slow
 def test_tensor_parallelism_by_torchrun_steps_like_one_process(
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]

@@ -45,5 +45,3 @@ def test_trl_trains_the_tiny_model_as_planned(place: Path, launch_cold: Callable
     assert adapter["r"] == 4
     assert adapter["lora_alpha"] == request.hyper.lora_alpha
     assert num_saved(place / "outputs") == lora_params(4)
-
-

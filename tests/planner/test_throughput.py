@@ -271,10 +271,6 @@ def test_step_time_every_catalogue_model() -> None:
             assert 0 < answer.mfu_fraction < 0.8, name
 
 
-
-
-
-
 def test_a_speed_model_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan estimate --setups` asks one for another kind of step at every line."""
     monkeypatch.setattr(roofline, "_MAX_WORKS", 2)

@@ -221,5 +221,3 @@ def test_streams_and_shared_keys_are_counted(fields: dict[str, Any]) -> None:
     prediction = predict(model, CARD, setup)
     assert prediction.peak_allocated_bytes == pytest.approx(report.prediction.peak_allocated_bytes, rel=SMALL_TOLERANCE)
     assert any("upper bound" in note for note in prediction.notes)
-
-

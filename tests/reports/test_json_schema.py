@@ -21,8 +21,8 @@ ASKED = {
     "dry run": (["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-3060", "--method", "lora"], 0),
     "several": ([LLAMA, "--gpu", "h100-sxm", "--gpus", "16", "--method", "full", "--no-dry-run"], 0),
     "nothing fits": ([LLAMA, "--gpu", "rtx-3060", "--method", "full", "--no-dry-run"], 1),
-    "rollouts": (["Qwen/Qwen2.5-0.5B", "--gpu", "h100-sxm", "--objective", "grpo", "--no-dry-run"], 0),
-    "experts": (["Qwen/Qwen3-30B-A3B", "--gpu", "h200", "--gpus", "8", "--no-dry-run"], 0),
+    "rollouts": (["Qwen/Qwen2.5-0.5B", "--gpu", "l4", "--objective", "grpo", "--method", "lora", "--no-dry-run"], 0),
+    "experts": (["Qwen/Qwen3-30B-A3B", "--gpu", "h200", "--gpus", "8", "--method", "full", "--no-dry-run"], 0),
     "adapter": ([LLAMA, "--gpu", "a100-80gb", "--adapter", "ia3", "--no-dry-run"], 0),
     "data": (
         ["gpt2", "--gpu", "l40s", "--method", "lora", "--samples", "5000", "--seq-len", "1024", "--no-dry-run"],

@@ -39,6 +39,7 @@ def made_plan() -> Plan:
         "lora_rank": (16,),
         "optimizer": ("adamw-fused",),
         "lora_targets": ("all-linear",),
+        "loss": ("liger", "chunked"),
     }
     request = PlanRequest(fixed=fixed, seq_len=1024, global_batch=16).probed(("axolotl",))
     plan_request = request.workload(model, find_gpu("rtx-4090"))

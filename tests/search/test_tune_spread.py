@@ -51,7 +51,7 @@ def no_deepspeed(setup: TrainSetup) -> str:
 @cache
 def made_plan() -> Plan:
     model = catalogue.load("meta-llama/Llama-3.2-1B")
-    fixed = {"method": ("full",), "attention": ("sdpa",), "optimizer": ("adamw-fused",)}
+    fixed = {"method": ("full",), "attention": ("sdpa",), "optimizer": ("adamw-fused",), "loss": ("liger",)}
     plan_request = PlanRequest(fixed=fixed, seq_len=1024, global_batch=32).workload(
         model, GPU, make_cluster(GPU, NUM_GPUS)
     )

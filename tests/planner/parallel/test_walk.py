@@ -47,7 +47,7 @@ def test_walk_peak_equals_the_worst_rank_of_memory_of(name: str, gpu: str, num_g
     workload = _workload(name, gpu, num_gpus)
     layouts = [layout for layout in all_layouts(workload) if not layout.reason]
     assert {layout.stage for layout in layouts} >= set(STAGES[:2])
-    points = list(walk(workload, dimension_values(workload), some(layouts, 5)))
+    points = list(walk(workload, dimension_values(workload), some(layouts, 9)))
     draw = random.Random(0)
     for point in draw.sample(points, 200 if WHOLE else 30):
         exact = memory_of(workload.model, workload.gpu, point.setup)[0].breakdown.peak_device_bytes
@@ -68,7 +68,7 @@ def test_walk_peak_of_spreads_that_are_only_taken_when_asked_for(parallel: str) 
 
 def test_walk_keeps_the_global_batch_and_the_speed_of_all_gpus() -> None:
     workload = _workload("qwen/qwen2.5-1.5b", "a100-80gb", 8, attention=("sdpa",), loss=("chunked",))
-    layouts = some([layout for layout in all_layouts(workload) if not layout.reason], 6)
+    layouts = some([layout for layout in all_layouts(workload) if not layout.reason], 12)
     points = list(walk(workload, dimension_values(workload), layouts))
     assert workload.cluster is not None
     for point in random.Random(2).sample(points, 60):
