@@ -29,11 +29,7 @@ def as_row(cell: Cell) -> dict[str, Any]:
 
 
 def fit_cell(
-    ratios: Sequence[float],
-    *,
-    others: Sequence[Sequence[float]] = (),
-    num_sources: int = 0,
-    cards: Sequence[str] = (),
+    ratios: Sequence[float], *, others: Sequence[Sequence[float]] = (), num_sources: int = 0, cards: Sequence[str] = ()
 ) -> Cell:
     """The central 90 % of measured over predicted, each end with room for the next row.
 

@@ -49,11 +49,7 @@ def group_weights(points: Sequence[Point]) -> list[float]:
 
 
 def fit_constants(
-    points: Sequence[Point],
-    start: Calibration,
-    *,
-    names: Sequence[str] = tuple(UNCERTAINTY),
-    max_evaluations: int = 12,
+    points: Sequence[Point], start: Calibration, *, names: Sequence[str] = tuple(UNCERTAINTY), max_evaluations: int = 12
 ) -> Calibration:
     """The start's calibration with its general constants moved to fit the points.
 

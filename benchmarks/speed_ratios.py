@@ -42,18 +42,12 @@ RATIOS: dict[str, tuple[Change, Change]] = {
         lambda p: (_setup(p, kbit_fp32_cast=False) if p.setup.quantized else p.key, p.conditions),
         lambda p: p.setup.kbit_fp32_cast,
     ),
-    "full / LoRA": (
-        lambda p: (_full_as_lora(p), replace(p.conditions, fused_lora=False)),
-        lambda p: p.setup.method,
-    ),
+    "full / LoRA": (lambda p: (_full_as_lora(p), replace(p.conditions, fused_lora=False)), lambda p: p.setup.method),
     "sequence length": (
         lambda p: (p.group == "llm_foundry" or p.key, p.conditions, p.setup.checkpointing),
         lambda p: p.setup.seq_len_tokens,
     ),
-    "flash / eager attention": (
-        lambda p: (_setup(p, attention="sdpa"), p.conditions),
-        lambda p: p.setup.attention,
-    ),
+    "flash / eager attention": (lambda p: (_setup(p, attention="sdpa"), p.conditions), lambda p: p.setup.attention),
     "fused kernels on / off": (
         lambda p: (p.setup, replace(p.conditions, fused_norm_rope=False, fused_loss=False, fused_lora=False)),
         lambda p: p.conditions.fused_norm_rope,

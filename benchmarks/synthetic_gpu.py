@@ -353,9 +353,7 @@ def _failure(kind: FailureKind, message: str) -> ProbeFailure:
 
 def _machine(tflops: float, bandwidth_gb_s: float, memory_gib: float) -> Machine:
     return Machine(
-        flops_per_s=tflops * 1e12,
-        bandwidth_bytes_per_s=bandwidth_gb_s * 1e9,
-        memory_bytes=int(memory_gib * GIB),
+        flops_per_s=tflops * 1e12, bandwidth_bytes_per_s=bandwidth_gb_s * 1e9, memory_bytes=int(memory_gib * GIB)
     )
 
 

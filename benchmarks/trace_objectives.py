@@ -67,7 +67,7 @@ DATA: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 """Objective -> a row of its data, cut at so many letters."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "embedding cached": ("embedding", {"cached_seqs": (4,), "hard_negatives": (1,)}),
+    "embedding cached": ("embedding", {"cached_seqs": (4,), "hard_negatives": (1,)})
 }
 """Settings of an objective that a grid of their own holds."""
 

@@ -136,11 +136,7 @@ def test_only_probes_imports_torch(package: str) -> None:
 OWN = ("planner", *SIBLINGS, "finetune_planner", "tests", "tools", "benchmarks")
 OPTIONAL = {"amdsmi", "deepspeed", "fla", "flash_attn", "liger_kernel", "pandas", "timm", "triton"}
 """Used where a user's machine has them, and planned for or said to be missing where it has not."""
-OPTIONAL |= {
-    "canifinetune",
-    "fitcheck",
-    "fitscout",
-}  # asked in a Python of their own: `benchmarks/rival_child.py`
+OPTIONAL |= {"canifinetune", "fitcheck", "fitscout"}  # asked in a Python of their own: `benchmarks/rival_child.py`
 NAMED_OTHERWISE = {"sky": ["skypilot"], "kubeflow_trainer_api": ["kubeflow-trainer-api"], "sklearn": ["scikit-learn"]}
 """What is not installed for the tests cannot be asked for its distribution."""
 

@@ -24,12 +24,12 @@ OUT = DATA / "measured_own.jsonl"
 WARM_UP_STEPS = 1
 DIFFERS = {
     "h100-q8-int8-mb2-ck-liger": "memory: bitsandbytes keeps a copy of every column with a value above 6 (subA); of "
-    "random weights those are nearly all of down_proj's, 3.6 GB more than without any",
+    "random weights those are nearly all of down_proj's, 3.6 GB more than without any"
 }
 """Row -> why another run of its setup would not have the figure."""
 NO_DEVICE = {
     "h200-q05-lora-mb8-ck-liger": "its device memory is left out: exactly 256 MiB more lay beyond the allocator than "
-    "in any other run, and it was the fourth model of its process; the same setup alone in its process (H100) has none",
+    "in any other run, and it was the fourth model of its process; the same setup alone in its process (H100) has none"
 }
 """Row whose device memory is not its own -> how that is known."""
 CORRECTED: dict[str, tuple[dict[str, Any], str]] = {

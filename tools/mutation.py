@@ -126,11 +126,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
             "planner/planning/decision/tree.py",
             "planner/planning/decision/alternatives.py",
         ),
-        (
-            "tests/planner/test_stated_policy.py",
-            "tests/planner/test_preference.py",
-            "tests/planner/test_planning.py",
-        ),
+        ("tests/planner/test_stated_policy.py", "tests/planner/test_preference.py", "tests/planner/test_planning.py"),
         20,
     ),
     "written": (

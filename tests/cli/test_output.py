@@ -103,10 +103,7 @@ def test_no_command_writes_through_a_link_of_a_stranger(tmp_path: Path, capsys: 
     fixed.write_text(f"{fixed.read_text()}# MY EDIT")
     assert run(fixing) == 1
     assert fixed.with_name("trl.fixed.yaml.orig").read_text() == f"{fixed.read_text()}# MY EDIT"
-    commands = {
-        fixed: fixing,
-        folder / "report.md": ["report", str(folder)],
-    }
+    commands = {fixed: fixing, folder / "report.md": ["report", str(folder)]}
     for written, words in commands.items():
         written.unlink(missing_ok=True)
         written.symlink_to(victim)

@@ -21,14 +21,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload
 from planner.planning.plan_request import PlanRequest
-from planner.setup.outcome import (
-    Candidate,
-    FailureKind,
-    Fidelity,
-    Measurement,
-    Prediction,
-    ProbeFailure,
-)
+from planner.setup.outcome import Candidate, FailureKind, Fidelity, Measurement, Prediction, ProbeFailure
 from probes.gpu.request import ProbeRequest
 from probes.launched.run import FileExecutor
 from probes.store import Store

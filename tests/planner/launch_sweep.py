@@ -12,15 +12,7 @@ from planner.frameworks.exporters import DatasetChoice, ExportRequest
 from planner.frameworks.hyperparameters import choose
 from planner.options.objectives import OBJECTIVES, SHARED_BY, Objective
 from planner.setup import TrainSetup
-from planner.setup.allowed import (
-    ATTENTIONS,
-    KERNEL_FAMILIES,
-    LOSSES,
-    OPTIMIZERS,
-    PARALLELS,
-    PRECISIONS,
-    QUANTIZATIONS,
-)
+from planner.setup.allowed import ATTENTIONS, KERNEL_FAMILIES, LOSSES, OPTIMIZERS, PARALLELS, PRECISIONS, QUANTIZATIONS
 from planner.setup.interchange import setup_from_dict
 from tests.whole import WHOLE
 

@@ -108,12 +108,7 @@ def test_transformers_trainer_keeps_8_bit_states_of_embeddings_in_32_bits() -> N
 
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
-    [
-        ("paged-adamw-32bit", 8_000_000),
-        ("paged-adamw-8bit", 2 * 1_000_000),
-        ("adamw", 0),
-        ("adafactor", 0),
-    ],
+    [("paged-adamw-32bit", 8_000_000), ("paged-adamw-8bit", 2 * 1_000_000), ("adamw", 0), ("adafactor", 0)],
 )
 def test_paged_states_live_outside_pytorchs_count(optimizer: str, expected: int) -> None:
     assert paged_bytes(1_000_000, optimizer) == expected

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from planner.core.errors import ConfigError, UsageError
-from planner.core.inputs import (
-    MAX_VALUES,
-    check_values,
-    open_regular,
-    parse_json,
-    parse_object,
-    read_lines,
-    read_text,
-)
+from planner.core.inputs import MAX_VALUES, check_values, open_regular, parse_json, parse_object, read_lines, read_text
 from planner.frameworks.readers.loading import parse_yaml
 from planner.planning.option_values import amount, choices, length, named
 

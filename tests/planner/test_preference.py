@@ -221,11 +221,7 @@ def test_who_asks_for_speed_gets_the_fastest_that_surely_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "gpu"),
-    [
-        ("openai-community/gpt2-xl", "t4"),
-        ("mistralai/Mixtral-8x7B-v0.1", "h100-sxm"),
-    ],
+    ("model", "gpu"), [("openai-community/gpt2-xl", "t4"), ("mistralai/Mixtral-8x7B-v0.1", "h100-sxm")]
 )
 def test_what_a_plan_does_not_walk_is_never_smaller_or_faster(model: str, gpu: str) -> None:
     """Twice the rank floor and peft's cast, each beside the same setup without it; 105,390 points of 18 pairs looked

@@ -75,11 +75,9 @@ def test_layers_that_train_alone_read_back(target: str, layers: int | tuple[int,
     model = catalogue.load("Qwen/Qwen2.5-1.5B")
     assert model is not None
     launch = EXPORTERS[target](request(setup, model=model))
-    written = {
-        "axolotl": True,
-        "llamafactory": method == "full" and isinstance(layers, int),
-        "mlx": layers == 4,
-    }[target]
+    written = {"axolotl": True, "llamafactory": method == "full" and isinstance(layers, int), "mlx": layers == 4}[
+        target
+    ]
     assert bool(launch.refused) != written
     if written:
         back = read_text(launch.files[0].text, launch.files[0].path, model=model)

@@ -71,10 +71,7 @@ def test_courses_are_composed_in_any_grouping() -> None:
 
 @pytest.mark.parametrize(
     ("measured_s", "setup"),
-    [
-        (0.545, FULL.replace(micro_batch_seqs=16)),
-        (0.427, FULL.replace(kernels="eager", checkpointing=1)),
-    ],
+    [(0.545, FULL.replace(micro_batch_seqs=16)), (0.427, FULL.replace(kernels="eager", checkpointing=1))],
 )
 def test_program_is_near_measured_steps(measured_s: float, setup: TrainSetup) -> None:
     """This project's runs on an H200, no price of which was read off them (docs/accuracy/operators.md)."""

@@ -46,11 +46,7 @@ def rank_peaks(rank: int, world_size: int, store: str, model_type: str, fields: 
     from tests.probes.settled_group import register
 
     dist.init_process_group(
-        register(),
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=300),
+        register(), init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=300)
     )
     return peaks(traced(model_type, fields, "cpu"))
 

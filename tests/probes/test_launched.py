@@ -97,11 +97,7 @@ def test_a_run_is_a_measurement_of_the_trainers_own_steps(tmp_path: Path) -> Non
     [
         ("raise SystemExit(5)", FailureKind.CRASHED, "5"),
         ("import nowhere_to_be_found", FailureKind.MACHINE, "lacks a package: No module named 'nowhere_to_be_found'"),
-        (
-            "raise RuntimeError('CUDA out of memory. Tried')",
-            FailureKind.OUT_OF_MEMORY,
-            "out of memory",
-        ),
+        ("raise RuntimeError('CUDA out of memory. Tried')", FailureKind.OUT_OF_MEMORY, "out of memory"),
         ("print('done')", FailureKind.UNSUPPORTED, "without a step of transformers' Trainer"),
         ("import time; time.sleep(600)", FailureKind.TIMEOUT, "no 5 steps within the limit"),
     ],

@@ -7,14 +7,7 @@ import pytest
 from planner.hardware.cluster import Cluster, make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.speed.roofline.calibration import LayoutConstants
-from planner.speed.several_gpus.collectives import (
-    Collectives,
-    Group,
-    gather_volume,
-    group_of,
-    link_rate,
-    reduce_volume,
-)
+from planner.speed.several_gpus.collectives import Collectives, Group, gather_volume, group_of, link_rate, reduce_volume
 
 EXACT = LayoutConstants(nvlink_share=1.0, pcie_share=1.0, network_share=1.0, collective_s=0.0)
 

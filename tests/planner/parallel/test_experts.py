@@ -162,11 +162,7 @@ def test_mixtures_are_tried_unasked_and_others_are_not() -> None:
 def test_files_say_the_degree_and_are_read_back(target: str, fields: dict[str, Any], tmp_path: Any) -> None:
     setup = _setup(4, loss="full", **fields)
     request = ExportRequest(
-        model_id="Qwen/Qwen3-30B-A3B",
-        setup=setup,
-        hyper=choose(setup),
-        model=MODEL,
-        num_nodes=setup.num_gpus // 8,
+        model_id="Qwen/Qwen3-30B-A3B", setup=setup, hyper=choose(setup), model=MODEL, num_nodes=setup.num_gpus // 8
     )
     launch = EXPORTERS[target](request)
     assert not launch.refused
@@ -190,8 +186,7 @@ expert_parallel_degree = 4
 
 
 @pytest.mark.parametrize(
-    ("more", "counted"),
-    [("", True), ("tensor_parallel_degree = 2\n", False), ("[compile]\nenable = true\n", False)],
+    ("more", "counted"), [("", True), ("tensor_parallel_degree = 2\n", False), ("[compile]\nenable = true\n", False)]
 )
 def test_what_cannot_be_counted_so_is_said(more: str, counted: bool) -> None:
     back = read_text(TITAN + more, "train.toml", around=FileContext(num_gpus=8))

@@ -15,12 +15,7 @@ from planner.memory.model import predict_memory, rank_memories
 from planner.memory.rank_part import rank_parts
 from planner.memory.states import MOMENTS, RankState
 from planner.memory.trained import trained_parameters
-from planner.memory.workspace import (
-    NCCL_NVLINK_BYTES,
-    NCCL_NVLINK_PAIR_BYTES,
-    NCCL_PCIE_BYTES,
-    communicator_bytes,
-)
+from planner.memory.workspace import NCCL_NVLINK_BYTES, NCCL_NVLINK_PAIR_BYTES, NCCL_PCIE_BYTES, communicator_bytes
 from planner.models.spec import ModelSpec
 from planner.options.stacks import STACKS
 from planner.planning.predict import memory_notes

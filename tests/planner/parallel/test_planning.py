@@ -245,12 +245,7 @@ def test_offloading_beyond_a_usual_host_is_refused_with_its_bytes() -> None:
     plan = refusal_of(workload)
     assert "host memory" in answer(plan, "host's memory").reason
     setup = TrainSetup(
-        method="full",
-        lora_rank=0,
-        precision="bf16-mixed",
-        num_gpus=2,
-        parallel="fsdp2",
-        offload="parameters",
+        method="full", lora_rank=0, precision="bf16-mixed", num_gpus=2, parallel="fsdp2", offload="parameters"
     )
     assert host_bytes_per_node(workload.model, setup, 1) > assumed_host_bytes(workload)
     offloaded_plan = planned(

@@ -29,12 +29,7 @@ def test_a_real_layer_keeps_megatrons_ten_whole_and_sixteen_cut(degree: int) -> 
     input (8). Eager scores cost 6 a s^2 b / t, not 5: an fp32 softmax and its 16-bit copy, but no dropout on it."""
     model = loaded("facebook/opt-6.7b")
     setup = TrainSetup(
-        method="full",
-        precision="bf16-pure",
-        lora_rank=0,
-        attention="eager",
-        checkpointing=0,
-        seq_len_tokens=2048,
+        method="full", precision="bf16-pure", lora_rank=0, attention="eager", checkpointing=0, seq_len_tokens=2048
     )
     parts = activation_parts(tensor_shard(model, degree), find_gpu("a100-80gb"), setup)
     rows = 2048 * model.hidden_size
