@@ -228,14 +228,15 @@ def test_a_directory_that_cannot_be_written_does_not_cost_the_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("keep me")
-    for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert run(["gpt2", "--gpu", "t4", *FAST, "--out", str(out)]) == 3
-        shown = capsys.readouterr()
-        assert "Train with" in shown.out
-        assert "cannot write" in shown.err
-        assert "hint:" in shown.err
-        assert "free some space" not in shown.err
+    assert run(["gpt2", "--gpu", "t4", *FAST, "--out", str(tmp_path / "file")]) == 3
+    assert "is a file" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "keep me"
+    assert run(["gpt2", "--gpu", "t4", *FAST, "--out", str(tmp_path / "file" / "below")]) == 3
+    shown = capsys.readouterr()
+    assert "Train with" in shown.out
+    assert "cannot write" in shown.err
+    assert "hint:" in shown.err
+    assert "free some space" not in shown.err
 
 
 def test_a_name_of_several_cards_is_answered_for_each_and_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
