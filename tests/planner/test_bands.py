@@ -10,7 +10,6 @@ from benchmarks.band_fit import LEAST_SIDE, UNSEEN_STACK, as_row, fit_cell, pool
 from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, by_chance, fitted, left_out, page
 from planner.core.units import GIB, percent
 from planner.hardware.gpus import find_gpu
-from planner.models import catalogue
 from planner.models.encoders import with_vision
 from planner.options.images import Images
 from planner.planning.answer import plan_workload
@@ -104,8 +103,7 @@ def test_a_card_nobody_measured_widens_what_depends_on_it() -> None:
 
 
 def test_predictions_of_anybodys_run_carry_the_bands_and_a_plans_own_do_not() -> None:
-    model = catalogue.load("Qwen/Qwen2.5-0.5B")
-    assert model is not None
+    model = loaded("Qwen/Qwen2.5-0.5B")
     prediction = predict(model, A100, setup_from_request({"stack": "litgpt"}))
     assert set(prediction.bands) == {"allocated", "reserved", "device", "needed", "tokens_per_s"}
     assert prediction.memory_band_fraction == max(prediction.bands["needed"])
@@ -203,8 +201,7 @@ def test_labels_of_clips_are_padded_and_nothing_is_masked() -> None:
 
 def test_an_apple_gpu_has_the_band_of_an_unseen_card() -> None:
     """TRL's device memory there errs by 8 % times 1.5; a plan that said the formula's 4 % had no run to show."""
-    model, mac = catalogue.load("meta-llama/Llama-3.2-3B"), find_gpu("apple-m4-max")
-    assert model is not None
+    model, mac = loaded("meta-llama/Llama-3.2-3B"), find_gpu("apple-m4-max")
     plan = plan_workload(PlanRequest().workload(model, mac))
     assert plan.chosen.formula.memory_band_fraction == 0.12
     assert plan.chosen.formula.peak_device_bytes * 1.12 <= plan.workload.budget_bytes
@@ -213,8 +210,7 @@ def test_an_apple_gpu_has_the_band_of_an_unseen_card() -> None:
 
 @pytest.mark.parametrize("target", ["trl", "axolotl", "llamafactory", "unsloth"])
 def test_a_plan_shows_the_memory_band_that_it_chose_by(target: str) -> None:
-    model = catalogue.load("meta-llama/Llama-3.2-3B")
-    assert model is not None
+    model = loaded("meta-llama/Llama-3.2-3B")
     alone = {"micro_batch_seqs": (1,)}  # of several that differ in length SDPA's mask is in the band too
     plan = plan_workload(PlanRequest(targets=(target,), fixed=alone).workload(model, find_gpu("rtx-4090")))
     formula, limits = plan.chosen.formula, Limits(model, plan.workload.budget_bytes, gpu=plan.workload.gpu)

@@ -26,7 +26,7 @@ from planner.planning.space import dimension_values
 from planner.planning.walk import WalkedSetup, walk
 from planner.setup import TrainSetup
 from reports.command import default_next_command
-from tests.planner.helpers import known_of, plan_request, planned, refusal_of
+from tests.planner.helpers import known_of, loaded, plan_request, planned, refusal_of
 from tests.whole import these
 
 AFFINE = 0.015  # the chunked loss tile stops growing at 4,096 tokens, the walk extends it: never below, 1 % above
@@ -271,8 +271,7 @@ def test_nothing_fits_names_bytes_and_remedies_smallest_first() -> None:
         if "smaller model" in remedy.action
     )
     assert smaller in {entry.model_id for entry in catalogue.entries()}
-    model = catalogue.load(smaller)
-    assert model is not None
+    model = loaded(smaller)
     peak = device_peak_bytes(model, no_plan.workload.gpu, no_plan.nearest.setup)
     assert saved == no_plan.nearest.formula.peak_device_bytes - peak > no_plan.missing_bytes
 
@@ -358,8 +357,7 @@ def test_the_walk_and_the_notes_agree_on_the_attention_kernel(gpu: str, fused: b
 
 
 def test_what_a_person_would_trip_over_is_noted() -> None:
-    mixtral, gpt2 = catalogue.load("mistralai/mixtral-8x7b-v0.1"), catalogue.load("gpt2")
-    assert mixtral is not None
+    mixtral, gpt2 = loaded("mistralai/mixtral-8x7b-v0.1"), catalogue.load("gpt2")
     card = find_gpu("h100-sxm")
     notes = predict(mixtral, card, TrainSetup(method="qlora", quantization="nf4", lora_rank=8)).notes
     assert any("experts stay 16-bit" in note for note in notes)
@@ -403,8 +401,7 @@ def test_what_would_help_is_said_by_the_level_that_refused() -> None:
 
 def test_the_usual_length_gives_way_where_nobody_asked_for_it() -> None:
     """A 20B on a T4 at 2,048 tokens lacks a few MiB: planned for less, it trains."""
-    neox, t4 = catalogue.load("EleutherAI/gpt-neox-20b"), find_gpu("t4")
-    assert neox is not None
+    neox, t4 = loaded("EleutherAI/gpt-neox-20b"), find_gpu("t4")
     asked = PlanRequest(data=Data(num_samples=1000))
     plan = answered(asked.workload(neox, t4), dry_run=False, history=False)
     assert plan.workload.seq_len_tokens in SHORTER
@@ -429,8 +426,7 @@ def test_what_one_gpu_lacks_beside_several_is_not_explained(monkeypatch: pytest.
 
 def test_a_shorter_length_that_the_options_rule_out_leaves_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Completions of 1,024 tokens fit in no 512: the answer is still by how much nothing fits."""
-    llama, card = catalogue.load("meta-llama/Llama-3.1-70B"), find_gpu("rtx-4090")
-    assert llama is not None
+    llama, card = loaded("meta-llama/Llama-3.1-70B"), find_gpu("rtx-4090")
     monkeypatch.setattr("planner.planning.decision.alternatives._remedies", lambda *_: ())
     rollout = replace(Rollout.usual(2048), completion_tokens=1024)
     few = {"attention": ("sdpa",), "optimizer": ("adamw-fused",), "lora_targets": ("all-linear",)}

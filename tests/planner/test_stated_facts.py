@@ -14,8 +14,6 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.micro_batch import checkpointed_inputs_bytes, hooked_bytes
 from planner.memory.states import weight_bytes
 from planner.memory.step import loss_parts
-from planner.models import catalogue
-from planner.models.spec import ModelSpec
 from planner.options.stacks import STACKS
 from planner.planning.predict import predict
 from planner.samples.dataset import measure
@@ -23,13 +21,7 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_request
 from planner.speed.roofline import throughput_profile
 from planner.speed.roofline.model import UNALIGNED_HEAD
-
-
-def model(name: str = "meta-llama/Llama-3.2-1B") -> ModelSpec:
-    spec = catalogue.load(name)
-    assert spec is not None
-    return spec
-
+from tests.planner.helpers import loaded
 
 STRATEGIES = {
     ("1", "FULL_SHARD"): True,
@@ -105,7 +97,7 @@ def test_deepspeeds_autotp_cuts_matrices_beside_zero_1_and_2() -> None:
 
     config, gpu = read(2, 2), find_gpu("a100-80gb")
     assert (config.setup.tensor_degree, config.setup.shardable_ranks, len(config.approximations)) == (2, 4, 1)
-    peaks = [predict(model("Qwen/Qwen2-7B"), gpu, read(2, degree).setup).peak_reserved_bytes for degree in (1, 2)]
+    peaks = [predict(loaded("Qwen/Qwen2-7B"), gpu, read(2, degree).setup).peak_reserved_bytes for degree in (1, 2)]
     assert (peaks[0] - peaks[1]) / 1e9 == pytest.approx(7, abs=1)
     swift = "NPROC_PER_NODE=8 swift sft --model Qwen/Qwen2-7B --max_length 512 --deepspeed zero2"
     setup = read_text(f"{swift} --deepspeed_autotp_size 2", "run.sh", around=FileContext(num_gpus=8)).setup
@@ -122,7 +114,7 @@ def test_litgpts_gelu_is_one_kernel() -> None:
     assert len(rows) == 5
     for row in rows:
         setup = setup_from_request({**row["setup"], "stack": "litgpt"})
-        prediction = predict(model("microsoft/phi-1_5"), find_gpu(row["gpu"]), setup)
+        prediction = predict(loaded("microsoft/phi-1_5"), find_gpu(row["gpu"]), setup)
         assert -0.15 < prediction.peak_allocated_bytes / row["allocated_bytes"] - 1 < 0
 
 
@@ -169,14 +161,14 @@ def test_fsdp_1s_hooks_hold_inputs_once_or_twice(
     setup = TrainSetup(num_gpus=4, parallel="fsdp2", fsdp_version=version, **fields)
     hooked = version == 1 and checkpointing == 1 and method == "lora"
     inputs = 16 * setup.tokens_per_micro_batch * 2048 * 2  # layers x tokens x hidden x bytes
-    assert checkpointed_inputs_bytes(model(), setup) in (0, inputs)
-    assert hooked_bytes(model(), setup) == ((2 if reentrant else 1) * inputs if hooked else 0)
+    assert checkpointed_inputs_bytes(loaded("meta-llama/Llama-3.2-1B"), setup) in (0, inputs)
+    assert hooked_bytes(loaded("meta-llama/Llama-3.2-1B"), setup) == ((2 if reentrant else 1) * inputs if hooked else 0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
 def test_a_heads_bias_is_weight_tied_or_not(tied: bool, precision: str) -> None:
-    plain = model("meta-llama/Llama-3.2-1B" if tied else "meta-llama/Llama-3.1-8B")
+    plain = loaded("meta-llama/Llama-3.2-1B" if tied else "meta-llama/Llama-3.1-8B")
     assert plain.tied == tied
     assert plain.head is not None
     biased = replace(plain, head=replace(plain.head, bias=True))
@@ -189,7 +181,7 @@ def test_a_heads_bias_is_weight_tied_or_not(tied: bool, precision: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_a_vocabulary_that_no_tensor_core_divides_is_slow(vocab: int, dtype: str) -> None:
     """Rows of 16-bit values start at multiples of 16 bytes: of 8 values."""
-    speed = throughput_profile(model(), find_gpu("rtx-4090"), TrainSetup()).speed
+    speed = throughput_profile(loaded("meta-llama/Llama-3.2-1B"), find_gpu("rtx-4090"), TrainSetup()).speed
     share = speed.head_rate(dtype, vocab) / speed.rates.matmul[dtype]
     assert share == (1.0 if dtype == "fp32" or vocab * 2 % 16 == 0 else UNALIGNED_HEAD)
 
@@ -207,7 +199,7 @@ def test_a_pair_is_as_long_as_its_longer_half(longer: str, prompt: int, tmp_path
 
 def test_what_a_loop_keeps_of_its_outputs_are_all_logits() -> None:
     """A loop whose variable holds the model's outputs holds a full loss's logits into the next forward."""
-    spec, num_keeping = model(), 0
+    spec, num_keeping = loaded("meta-llama/Llama-3.2-1B"), 0
     for stack in STACKS.values():
         whole = {"method": "full", "lora_rank": 0} if stack.steps_in_backward else {}
         setup = TrainSetup(loss="full", seq_len_tokens=512, micro_batch_seqs=2, stack=stack.name, **whole)

@@ -24,6 +24,7 @@ from planner.speed.roofline import (
 )
 from planner.speed.roofline.rented import BACKWARD_S, FORWARD_S
 from planner.speed.roofline.types import matmul_s, rates_of
+from tests.planner.helpers import loaded
 from tests.whole import some
 
 SUM_TOLERANCE = 1e-9  # floating-point order of addition
@@ -32,14 +33,8 @@ CACHE_TOLERANCE = 0.05  # what a doubled micro-batch may lose
 OLD_STACK = Conditions(reentrant_checkpointing=True)
 
 
-def model(name: str = "mistralai/Mistral-7B-v0.1") -> ModelSpec:
-    spec = catalogue.load(name)
-    assert spec is not None
-    return spec
-
-
-MISTRAL = model()
-SMALL = model("meta-llama/Llama-3.2-1B")
+MISTRAL = loaded("mistralai/Mistral-7B-v0.1")
+SMALL = loaded("meta-llama/Llama-3.2-1B")
 A100 = find_gpu("a100-80gb")
 
 SETUPS = {
@@ -211,8 +206,7 @@ def test_quantization_is_never_free() -> None:
 
 def test_torchao_unpacks_4_bits_by_single_operations() -> None:
     """958 tokens/s measured (BenjaminBossan/peft-experiments), 1,975 as bitsandbytes' one kernel; compiled, one too."""
-    model = catalogue.load("meta-llama/Meta-Llama-3-8B")
-    assert model is not None
+    model = loaded("meta-llama/Meta-Llama-3-8B")
     setup = TrainSetup(
         method="qlora", quantization="nf4-double", precision="bf16-pure", lora_rank=8, lora_dropout=0.05,
         adapter_dtype="bf16", checkpointing=0, micro_batch_seqs=2, seq_len_tokens=512, stack="torchtune-whole-loss",
@@ -263,7 +257,7 @@ def test_step_time_unmeasured_card_says_so_with_a_wider_band() -> None:
 
 def test_step_time_every_catalogue_model() -> None:
     for name in some(catalogue.names(), 4):
-        spec = model(name)
+        spec = loaded(name)
         for key in ("full", "lora", "qlora"):
             answer = step_time(spec, A100, SETUPS[key])
             assert math.isfinite(answer.step_time_s), name
@@ -274,7 +268,7 @@ def test_step_time_every_catalogue_model() -> None:
 def test_a_speed_model_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan estimate --setups` asks one for another kind of step at every line."""
     monkeypatch.setattr(roofline, "_MAX_WORKS", 2)
-    gpt2 = model("openai-community/gpt2")
+    gpt2 = loaded("openai-community/gpt2")
     for seq_len in (256, 512, 768, 1024):
         step_time(gpt2, A100, TrainSetup(seq_len_tokens=seq_len))
         assert len(speed_model(gpt2, A100).works) < 2
@@ -283,7 +277,7 @@ def test_a_speed_model_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch
 def test_a_familys_key_has_every_field_but_those_it_does_not_know() -> None:
     """Packed samples take another kernel than padded ones, whichever was asked for first."""
     setup = TrainSetup(attention="sdpa", seq_len_tokens=4096)
-    llama = model("meta-llama/llama-3.1-8b")
+    llama = loaded("meta-llama/llama-3.1-8b")
     padded = step_time(llama, A100, setup)
     packed = step_time(llama, A100, setup.replace(packing=True))
     assert packed.parts_s["attention"] != padded.parts_s["attention"]
@@ -309,8 +303,7 @@ def test_fp32_loses_little_to_small_matrices(columns: int, microseconds: int) ->
 
 def test_eager_attention_and_autocasts_copies_take_the_host_time() -> None:
     """GPT-2's layer launches 8 and 10 kernels more than with a fused attention; autocast copies its 8 tensors twice."""
-    model = catalogue.load("openai-community/gpt2")
-    assert model is not None
+    model = loaded("openai-community/gpt2")
     setup = TrainSetup(method="full", lora_rank=0, precision="fp32", checkpointing=0)
     host = {
         (attention, precision): throughput_profile(
@@ -327,8 +320,7 @@ def test_eager_attention_and_autocasts_copies_take_the_host_time() -> None:
 
 def test_a_vocabulary_off_the_alignment_costs_the_head_two_thirds_of_its_rate() -> None:
     """GPT-2's 50,257 rows against 50,304 (Netflix: three times as long); fp32 does not care, and torch.compile pads."""
-    model, gpu = catalogue.load("openai-community/gpt2"), find_gpu("a100-80gb")
-    assert model is not None
+    model, gpu = loaded("openai-community/gpt2"), find_gpu("a100-80gb")
     speed = speed_model(model, gpu)
     assert speed.head_rate("bf16", 50257) == pytest.approx(speed.head_rate("bf16", 50304) / 3)
     assert speed.head_rate("fp32", 50257) == speed.head_rate("fp32", 50304)
@@ -338,8 +330,7 @@ def test_a_vocabulary_off_the_alignment_costs_the_head_two_thirds_of_its_rate() 
 
 def test_a_small_compiled_step_waits_for_its_launches() -> None:
     """GPT-2 at 128 tokens on an H100: 55 us to look up each of 12 graphs, 9 us for every kernel of what is left."""
-    model, gpu = catalogue.load("openai-community/gpt2"), find_gpu("h100-sxm")
-    assert model is not None
+    model, gpu = loaded("openai-community/gpt2"), find_gpu("h100-sxm")
     setup = TrainSetup(
         method="full", lora_rank=0, seq_len_tokens=128, checkpointing=0, precision="bf16-pure", stack="nanogpt"
     )
@@ -402,8 +393,7 @@ def test_single_operations_cost_bytes_and_host_time_and_nothing_when_compiled() 
 
 def test_flash_attention_2_is_slow_on_a_b200_alone() -> None:
     """Its kernels are Ampere's: on a B200 SDPA is faster, on an A100 they are one."""
-    model = catalogue.load("Qwen/Qwen3-4B")
-    assert model is not None
+    model = loaded("Qwen/Qwen3-4B")
     setup = TrainSetup(method="full", lora_rank=0, seq_len_tokens=16384, precision="bf16-mixed")
     times = {
         (card, kind): step_time(model, find_gpu(card), setup.replace(attention=kind)).parts_s["attention"]
