@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from planner.frameworks.exporters import EXPORTERS, ExportRequest, hf
+from planner.frameworks.exporters.text import program
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, export_request, num_saved, write_launch
 
@@ -77,7 +78,7 @@ def test_the_plain_script_trains_as_planned(name: str, place: Path, launch: Call
 def test_packed_blocks_hold_every_sample_and_teach_something() -> None:
     """The last one is shorter, the only one where there are few samples; a loss of none would divide by zero."""
     scope: dict[str, Any] = {"MAX_LENGTH": 4}
-    exec(hf.PACKED, scope)
+    exec(program("PACKED"), scope)
     few = {"input_ids": [[1, 2], [3]], "labels": [[-100, 2], [3]]}
     assert scope["pack"](few) == {"input_ids": [[1, 2, 3]], "labels": [[-100, 2, 3]]}
     ended = {"input_ids": [[1, 2, 3, 4, 5]], "labels": [[-100, -100, 3, 4, -100]]}

@@ -13,7 +13,6 @@ from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermi
 from planner.frameworks.readers import FileContext, ReadConfig, read_config, read_text
 from planner.frameworks.readers.common import FAKE_QUANTIZED, NOT_UNSCALED
 from planner.frameworks.readers.program.interpret import run
-from planner.frameworks.readers.program.reading import ProgramContext
 from planner.frameworks.readers.types import LowerBound, overrides, parse_sets
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -582,7 +581,7 @@ def test_a_counter_of_a_loop_is_not_its_first_value(body: str) -> None:
 
 def test_a_condition_on_what_no_loop_changes_is_followed() -> None:
     never = "if steps == 1:\n        optimizer.step(); optimizer.zero_grad()\n    step += 1"
-    program = run(LOOP.replace("step = 0", "steps = 0").format(never), "train.py", ProgramContext())
+    program = run(LOOP.replace("step = 0", "steps = 0").format(never), "train.py", FileContext())
     assert {call.name for call in program.calls} & {"backward", "zero_grad"} == {"backward"}
 
 

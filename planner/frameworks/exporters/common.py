@@ -159,7 +159,6 @@ def evaluation_lines(request: ExportRequest) -> list[Line]:
 
 RESUMED = "RESUME_FROM_CHECKPOINT"
 """The environment variable by which a script is told the folder of a checkpoint to go on from."""
-TRAIN = f'trainer.train(resume_from_checkpoint=os.environ.get("{RESUMED}"))\n'
 
 
 def saving_lines(request: ExportRequest) -> list[Line]:

@@ -6,13 +6,12 @@ Both say the same: what to install, whether to log in, the one command, what to 
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.resources import files
 
 from planner.frameworks.exporters import chat, prepare, slurm
 from planner.frameworks.exporters.common import RESUMED
 from planner.frameworks.exporters.gated import gate_of, on_hub
 from planner.frameworks.exporters.install import install_calls
-from planner.frameworks.exporters.text import one_line, shown_path
+from planner.frameworks.exporters.text import one_line, shipped, shown_path
 from planner.frameworks.exporters.trl import REWARDS, STAND_IN
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
 from planner.options.stacks import TARGET_ROWS
@@ -177,8 +176,7 @@ def _run(started: Sequence[Launch], request: ExportRequest) -> str:
         "@LOGIN@": login,
         "@DATASET@": PLACEHOLDER_DATASET,
     }
-    text = files("planner").joinpath("data/run.sh.txt").read_text("utf-8")
-    return re.sub("|".join(replacements), lambda mark: replacements[mark[0]], text)
+    return re.sub("|".join(replacements), lambda mark: replacements[mark[0]], shipped("run.sh.txt"))
 
 
 def _case(launch: Launch, request: ExportRequest) -> list[str]:

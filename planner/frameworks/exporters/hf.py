@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from planner.frameworks.exporters import accelerate, chat, common, deepspeed, several_gpus
 from planner.frameworks.exporters.install import checkpointing_key
-from planner.frameworks.exporters.text import Code, Line, call, constant, setting_line, shown_path
+from planner.frameworks.exporters.text import Code, Line, call, constant, program, setting_line, shown_path
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.transformers import DTYPES, SCRIPT, checkpointing_kwargs
 from planner.memory.trained import scaled_inputs, tuned_norms
@@ -114,7 +114,7 @@ def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
     parts.append("\ntokenizer = AutoTokenizer.from_pretrained(MODEL)\nif tokenizer.pad_token is None:\n")
     parts.append("    tokenizer.pad_token = tokenizer.eos_token\n" + chat.FALLBACK + "\n")
     before, lines = loading(request)
-    parts += [(ROWS + "\n" + LABELLED + "\n") * scored, *before]
+    parts += [f"{program('ROWS')}\n{program('LABELLED')}\n" * scored, *before]
     names = [Line("id2label", Code("dict(enumerate(map(str, LABELS)))"))] if scored else []
     names += [Line("label2id", Code("{str(label): number for number, label in enumerate(LABELS)}"))] if scored else []
     parts.append(call("model", f"{auto}.from_pretrained", [*names, *lines], first="MODEL"))
@@ -126,12 +126,9 @@ def _script(request: ExportRequest, differences: tuple[Difference, ...]) -> str:
     if setup.parallel == "dp":
         parts.append("\n" + constant("PARALLEL", "dp", "nn.DataParallel: one process drives all GPUs"))
     if not scored:
-        parts.append(
-            "\n"
-            + (CUT if setup.context_degree > 1 else PADDED).replace("FILLED", FILLED)
-            + "\n"
-            + PACKED * setup.packing
-        )
+        # cut sequences have no attention mask: they attend causally, and padding comes last
+        parts += ["\n", program("CUT" if setup.context_degree > 1 else "PADDED"), "\n"]
+        parts += [program("PACKED")] * setup.packing
         parts.append("\n\nrows = load_dataset(DATASET)\n")
         if setup.packing:
             packed = 'pack, batched=True, batch_size=None, remove_columns=["attention_mask"]'
@@ -158,7 +155,7 @@ def _on_sound(request: ExportRequest, runs: TrainSetup) -> Iterator[str]:
     yield constant("MAX_LENGTH", setup.seq_len_tokens, "tokens of text; clips with longer ones are left out")
     yield constant("FEATURES_DTYPE", features, "of the sound; autocast casts it itself")
     parts, lines = loading(request)
-    yield "".join([PROCESSOR, "\n", *parts]) + call("model", f"{auto}.from_pretrained", lines, first="MODEL")
+    yield "".join([program("PROCESSOR"), "\n", *parts]) + call("model", f"{auto}.from_pretrained", lines, first="MODEL")
     yield "model.config.use_cache = False\nif LANGUAGE or TASK:\n"
     yield "    model.generation_config.update(language=LANGUAGE, task=TASK, forced_decoder_ids=None)\n"
     if setup.frozen_encoder:
@@ -167,7 +164,7 @@ def _on_sound(request: ExportRequest, runs: TrainSetup) -> Iterator[str]:
         yield "\n" + _adapters(request)
     workers = Line("dataloader_num_workers", 2, "make frames of sound on the host")
     lines = argument_lines(request, runs, [Line("label_names", ["labels"]), workers])
-    yield ROWS + "\n" + HEARD + "\n" + call("arguments", kind, lines)
+    yield f"{program('ROWS')}\n{program('HEARD')}\n" + call("arguments", kind, lines)
     divides = "trainer.model_accepts_loss_kwargs = False  # Whisper's class does not divide by the step's tokens\n"
     yield run(common.SOUND_TRAINER, "processor", divides)
 
@@ -321,122 +318,4 @@ def argument_lines(request: ExportRequest, setup: TrainSetup, more: Sequence[Lin
 def run(trainer: str, processing: str, then: str = "", rows: str = "rows") -> str:
     """The end of a script: the trainer of this class, made with what it saves beside the model, and `then`."""
     made = f"trainer = {trainer}(\n    model=model, args=arguments, train_dataset={rows}, data_collator=collate, "
-    return f"\n{made}processing_class={processing}\n)\n{then}{COUNTS}{_RUN}"
-
-
-_RUN = (
-    """\
-if trainer.is_world_process_zero():
-    print("RUN " + json.dumps(counts))
-"""
-    + common.TRAIN
-    + """\
-trainer.save_model()
-# A rank that ends inside the process group can abort at exit (pytorch issue 190489).
-trainer.accelerator.end_training()
-"""
-)
-
-
-ROWS = '''
-def load_rows():
-    """The training split: a hub id, a directory, or one .jsonl, .json or .parquet file."""
-    kind = {"jsonl": "json", "json": "json", "parquet": "parquet"}.get(DATASET.rpartition(".")[2])
-    if kind and os.path.isfile(DATASET):
-        return load_dataset(kind, data_files=DATASET, split="train")
-    return load_dataset(DATASET, split=SPLIT)
-'''
-
-PROCESSOR = """
-processor = AutoProcessor.from_pretrained(MODEL)
-if LANGUAGE or TASK:
-    processor.tokenizer.set_prefix_tokens(language=LANGUAGE, task=TASK)
-"""
-
-HEARD = '''
-def tokenize(row):
-    return {"labels": processor.tokenizer(row[TEXT_FIELD]).input_ids}
-
-
-def collate(samples):
-    """Frames of sound, always of 30 s, and texts padded to the longest; the model puts the start token before them."""
-    extractor, start = processor.feature_extractor, START
-    sounds = [sample[AUDIO_FIELD] for sample in samples]
-    rate = sounds[0]["sampling_rate"]
-    features = extractor([one["array"] for one in sounds], sampling_rate=rate, return_tensors="pt").input_features
-    texts = [sample["labels"][1:] if sample["labels"][0] == start else sample["labels"] for sample in samples]
-    longest = max(map(len, texts))
-    labels = [text + [-100] * (longest - len(text)) for text in texts]
-    return {"input_features": features.to(FEATURES_DTYPE), "labels": torch.tensor(labels)}
-
-
-rows = load_rows()
-if isinstance(rows.features[AUDIO_FIELD], Audio):  # decoded by torchcodec; else {"array": [...], "sampling_rate": ...}
-    rows = rows.cast_column(AUDIO_FIELD, Audio(sampling_rate=processor.feature_extractor.sampling_rate))
-rows = rows.select_columns([AUDIO_FIELD, TEXT_FIELD])
-rows = rows.map(tokenize, remove_columns=[TEXT_FIELD])
-rows = rows.filter(lambda labels: len(labels) <= MAX_LENGTH + 1, input_columns="labels")
-START = model.config.decoder_start_token_id
-'''
-
-FILLED = """\
-    ids, labels = (
-        [sample[name][:longest] + [fill] * (longest - len(sample[name])) for sample in samples]
-        for name, fill in (("input_ids", tokenizer.pad_token_id), ("labels", -100))
-    )
-"""
-PADDED = '''
-def collate(samples):
-    """Pads to the longest sample of the batch; the loss skips padding, and questions where it is on answers alone."""
-    longest = min(MAX_LENGTH, max(len(sample["input_ids"]) for sample in samples))
-FILLED    mask = [[int(place < len(sample["input_ids"])) for place in range(longest)] for sample in samples]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask), "labels": torch.tensor(labels)}
-'''
-
-CUT = '''
-def collate(samples):
-    """Pads to the longest sample of the batch, up to a length that can be cut over the GPUs; the loss skips padding."""
-    longest = -(-min(MAX_LENGTH, max(len(sample["input_ids"]) for sample in samples)) // PIECES) * PIECES
-FILLED    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels),
-            "position_ids": torch.arange(longest).repeat(len(samples), 1)}
-'''
-"""No attention mask: what is cut attends causally, and padding comes last."""
-
-PACKED = '''
-def pack(rows):
-    """Samples one after another in blocks of MAX_LENGTH tokens, the last one shorter; blocks without loss go."""
-    ids, labels = ([token for sample in rows[name] for token in sample] for name in ("input_ids", "labels"))
-    blocks = [slice(start, start + MAX_LENGTH) for start in range(0, len(ids), MAX_LENGTH)]
-    blocks = [block for block in blocks if any(label != -100 for label in labels[block][1:])]
-    return {"input_ids": [ids[block] for block in blocks], "labels": [labels[block] for block in blocks]}
-'''
-
-COUNTS = """\
-counts = {
-    "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-    "micro_batch_seqs": arguments.per_device_train_batch_size,
-    "accumulation_steps": arguments.gradient_accumulation_steps,
-    "global_batch_seqs": trainer.get_total_train_batch_size(arguments),
-}
-"""
-
-LABELLED = '''
-def tokenize(row):
-    return {"input_ids": tokenizer(row["text"], truncation=True, max_length=MAX_LENGTH)["input_ids"]}
-
-
-def collate(samples):
-    """Pads to the longest sample of the batch; the last token that is no padding gets the score."""
-    longest = max(len(sample["input_ids"]) for sample in samples)
-    pad = tokenizer.pad_token_id
-    ids = [sample["input_ids"] + [pad] * (longest - len(sample["input_ids"])) for sample in samples]
-    mask = [[1] * len(sample["input_ids"]) + [0] * (longest - len(sample["input_ids"])) for sample in samples]
-    labels = [LABELS.index(sample["label"]) for sample in samples]
-    return {name: torch.tensor(rows) for name, rows in
-            (("input_ids", ids), ("attention_mask", mask), ("labels", labels))}
-
-
-rows = load_rows()
-LABELS = sorted(set(rows["label"]))
-rows = rows.map(tokenize, remove_columns=[name for name in rows.column_names if name != "label"])
-'''
+    return f"\n{made}processing_class={processing}\n)\n{then}{program('RUN')}"

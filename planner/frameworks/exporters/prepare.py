@@ -9,7 +9,7 @@ looks for the template's markers. Tokens with labels mean the same to all four.
 from pathlib import Path
 
 from planner.frameworks.exporters import chat
-from planner.frameworks.exporters.text import comments, constant, shown_path
+from planner.frameworks.exporters.text import comments, constant, program, shipped, shown_path
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, LaunchFile
 from planner.options.stacks import TARGET_ROWS
 
@@ -133,19 +133,6 @@ def file(request: ExportRequest) -> LaunchFile:
     shared = files("planner").joinpath("samples/rows.py").read_text("utf-8").partition('"""\n\n')[2]
     imports, row, reading = shared.partition("Row = ")  # where the shared module's imports end
     _, chats, rendering = files("planner").joinpath("samples/chats.py").read_text("utf-8").partition("class ")
-    program = files("planner").joinpath("data/prepare_data.py.txt").read_text("utf-8")
-    text = f"{comments(head)}\n{_IMPORTS}{imports}{''.join(lines)}\n{row}{reading}\n\n{chats}{rendering}\n{program}"
-    return LaunchFile(path=NAME, text=text)
-
-
-_IMPORTS = """\
-import multiprocessing
-import random
-import shutil
-import sys
-from collections import Counter
-from contextlib import ExitStack
-from functools import cache, cached_property, partial
-from tempfile import TemporaryDirectory
-from urllib.parse import urlsplit
-"""
+    writes = shipped("prepare_data.py.txt")
+    parts = [comments(head), "\n", program("PREPARE_IMPORTS"), imports, *lines, "\n", row, reading, "\n\n"]
+    return LaunchFile(path=NAME, text="".join([*parts, chats, rendering, "\n", writes]))

@@ -3,9 +3,8 @@
 import json
 
 from planner.frameworks.exporters import hf
-from planner.frameworks.exporters.common import TRAIN, family_refusal, model_refusal
-from planner.frameworks.exporters.hf import COUNTS, ROWS
-from planner.frameworks.exporters.text import call
+from planner.frameworks.exporters.common import family_refusal, model_refusal
+from planner.frameworks.exporters.text import call, program
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.transformers import DTYPES
 from planner.models.spec import ModelSpec
@@ -51,16 +50,16 @@ def _script(request: ExportRequest, runs: TrainSetup) -> str:
     if setup.method != "full":
         parts.append(f"from peft import {setup.kind.config}\n")
     parts += [
-        _IMPORTS.replace("LOSS", f"Cached{LOSS}" if setup.cached_seqs else LOSS),
+        program("EMBEDDING_IMPORTS").replace("LOSS", f"Cached{LOSS}" if setup.cached_seqs else LOSS),
         hf.imported(request),
         "\n",
         hf.constants(request),
-        ROWS,
+        program("ROWS"),
         "\n\n",
         f"rows = load_rows().select_columns({json.dumps(['anchor', 'positive', *negatives])})\n\n",
     ]
     before, lines = hf.loading(request)
-    parts += [*before, call("loading", "dict", lines), _MODEL]
+    parts += [*before, call("loading", "dict", lines), program("EMBEDDING_MODEL")]
     if setup.method != "full":
         dtype = f"torch.{DTYPES[setup.resolved_adapter_dtype]}"
         parts += [
@@ -72,30 +71,4 @@ def _script(request: ExportRequest, runs: TrainSetup) -> str:
         ]
     loss = f"Cached{LOSS}(model, mini_batch_size={setup.cached_seqs})" if setup.cached_seqs else f"{LOSS}(model)"
     arguments = call("arguments", "SentenceTransformerTrainingArguments", hf.argument_lines(request, runs))
-    return "".join([*parts, "\n", arguments, _RUN.replace("LOSS", loss).replace("COUNTS", COUNTS)])
-
-
-_IMPORTS = """from sentence_transformers import (
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-)
-from sentence_transformers.sentence_transformer.losses import LOSS
-"""
-_MODEL = """model = SentenceTransformer(MODEL, model_kwargs=loading, config_kwargs={"use_cache": False})
-model.max_seq_length = MAX_LENGTH
-if model.tokenizer.pad_token is None:
-    model.tokenizer.pad_token = model.tokenizer.eos_token
-"""
-_RUN = (
-    """
-trainer = SentenceTransformerTrainer(
-    model=model, args=arguments, train_dataset=rows, loss=LOSS
-)
-COUNTSprint("RUN " + json.dumps(counts))
-"""
-    + TRAIN
-    + """\
-trainer.save_model()
-"""
-)
+    return "".join([*parts, "\n", arguments, program("EMBEDDING_RUN").replace("LOSS", loss)])

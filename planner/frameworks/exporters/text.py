@@ -8,12 +8,13 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from planner import __version__
 from planner.core.errors import UsageError
 from planner.core.records import dataclass
+from planner.core.shipped import DATA
 from planner.core.units import gib
 from planner.frameworks.exporters.types import Difference, ExportRequest
 from planner.frameworks.tools import Tool
@@ -155,6 +156,18 @@ def call(target: str, function: str, lines: Iterable[Line | None], *, first: str
 def constant(name: str, value: Any, comment: str = "") -> str:
     """`NAME = value  # comment`."""
     return f"{name} = {literal(value)}{Line(name, value, comment).tail}\n"
+
+
+def shipped(name: str) -> str:
+    """A program, or a part of one, that launch files are made of, as it stands in `planner/data`."""
+    return (DATA / name).read_text("utf-8")
+
+
+@cache
+def program(part: str) -> str:
+    """What stands under `#: PART` in `planner/data/launch_programs.py.txt`."""
+    _, *parts = re.split(r"^#: (\w+)\n", shipped("launch_programs.py.txt"), flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))[part]
 
 
 def header(

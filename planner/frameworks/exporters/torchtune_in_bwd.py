@@ -8,7 +8,7 @@ Read in torchtune 0.6.1, its last release: `recipes/full_finetune_single_device.
 from typing import Any
 
 from planner.frameworks.exporters import common, prepare
-from planner.frameworks.exporters.text import Line, section, shown_path, yaml_text
+from planner.frameworks.exporters.text import Line, program, section, shown_path, yaml_text
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.readers.torchtune import OPTIMIZERS
 from planner.models.spec import ModelSpec
@@ -76,7 +76,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         "It evaluates nothing, and saves the weights at the end of each epoch.",
     )
     main = LaunchFile(path=FILE, text=yaml_text(_sections(request)))
-    parts = LaunchFile(path=PARTS, text=_PARTS)
+    parts = LaunchFile(path=PARTS, text=program("TORCHTUNE"))
     command = common.after(common.environment(request.gpu), command)
     return Draft(title="torchtune", main=main, files=(parts,), command=command, notes=notes)
 
@@ -161,34 +161,3 @@ def _sections(request: ExportRequest) -> list[Any]:
             Line("log_peak_memory_stats", True),
         ),
     ]
-
-
-_PARTS = '''"""What full.yaml takes by name: rows of tokens with labels, what pads them, and the weights."""
-
-from pathlib import Path
-
-from datasets import load_dataset
-from huggingface_hub import snapshot_download
-from torchtune.training import FullModelHFCheckpointer
-
-
-class Padding:
-    """Stands in the tokenizer's place: rows are tokens already, and labels of -100 take padding out of the loss."""
-
-    pad_id = 0
-
-
-def padding(max_seq_len):
-    return Padding()
-
-
-def rows(tokenizer, path, packed):
-    found = load_dataset(path, split="train").rename_column("input_ids", "tokens")
-    return found.select_columns(["tokens", "labels"])
-
-
-def weights(checkpoint_dir, **others):
-    folder = checkpoint_dir if Path(checkpoint_dir).is_dir() else snapshot_download(checkpoint_dir)
-    files = sorted(one.name for one in Path(folder).glob("*.safetensors"))
-    return FullModelHFCheckpointer(checkpoint_dir=folder, checkpoint_files=files, **others)
-'''

@@ -3,10 +3,9 @@ names of TRL 1.16 on transformers 5.23."""
 
 import shlex
 
-from planner.core.shipped import DATA
 from planner.frameworks.exporters import accelerate, chat, common, deepspeed, prepare, several_gpus
 from planner.frameworks.exporters.install import checkpointing_key
-from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
+from planner.frameworks.exporters.text import Line, Section, section, setting_line, shipped, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.transformers import DTYPES, TRL, checkpointing_kwargs
 from planner.models.spec import ModelSpec
@@ -66,12 +65,6 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     return (*deepspeed.differences(setup), *common.differing(setup, runs))
 
 
-def shipped(path: str, name: str) -> LaunchFile:
-    """A program beside the configuration: rewards, or the one that trains ORPO from a file of `trl`'s form, with the
-    model and its adapters as `trl sft` makes them."""
-    return LaunchFile(path=path, text=(DATA / name).read_text("utf-8"))
-
-
 def file_of(setup: TrainSetup) -> str:
     """The configuration's path below `launch/`."""
     return f"trl/trl-{setup.objective_spec.targets[TARGET]}.yaml"
@@ -116,10 +109,10 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     command = f"trl {spoken} --config launch/{file}"
     files = []
     if setup.objective == "orpo":  # no command of TRL 1.16 trains it
-        files.append(shipped(ORPO_SCRIPT, "trl_orpo.py.txt"))
+        files.append(LaunchFile(path=ORPO_SCRIPT, text=shipped("trl_orpo.py.txt")))
         command = f"python launch/{ORPO_SCRIPT} --config launch/{file}"
     if setup.objective_spec.rolls_out:
-        files.append(shipped(REWARDS, "trl_rewards.py.txt"))
+        files.append(LaunchFile(path=REWARDS, text=shipped("trl_rewards.py.txt")))
     server = _server(request) if request.serves else ""
     cards = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(request.gpus_per_node)))} if server else {}
     if several_gpus.launched(setup):

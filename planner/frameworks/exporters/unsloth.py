@@ -1,7 +1,7 @@
 """An Unsloth script: `python FILE`. Unsloth 2026.10 with trl <= 1.15 and transformers <= 5.17 (old names)."""
 
 from planner.frameworks.exporters import chat, common
-from planner.frameworks.exporters.text import Code, Line, call, setting_line, shown_path
+from planner.frameworks.exporters.text import Code, Line, call, program, setting_line, shown_path
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.transformers import DTYPES
 from planner.frameworks.tools.unsloth import SCRIPT, own_kernels
@@ -88,7 +88,7 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     parts.append(common.data_constants(request, TARGET) + "\n" + model + chat.FALLBACK)
     if setup.method != "full":
         parts.append(_adapters(request))
-    parts.append(_DATA)
+    parts.append(program("UNSLOTH_DATA"))
     arguments = [
         Line("output_dir", shown_path(request.output_dir)),
         Line("max_length", setup.seq_len_tokens),
@@ -105,7 +105,9 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
         *common.saving_lines(request),
     ]
     parts.append("\n" + call("arguments", "SFTConfig", arguments))
-    parts.append(_RUN.replace("ROWS", 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates))
+    parts.append(
+        program("UNSLOTH_RUN").replace("ROWS", 'rows["train"]' + ', eval_dataset=rows["test"]' * request.evaluates)
+    )
     main = LaunchFile(path=FILE, text="".join(parts))
     return Draft(title="Unsloth", main=main, command=f"python launch/{FILE}", notes=notes)
 
@@ -143,19 +145,3 @@ def _adapters(request: ExportRequest) -> str:
         ],
         first="model",
     )
-
-
-_DATA = """
-
-def masked(row):  # what is 0 has no loss: of rows with masks alone Unsloth keeps the collator that packs
-    return {"assistant_masks": [int(label != -100) for label in row["labels"]]}
-
-
-rows = load_dataset(DATASET).map(masked, remove_columns=["labels", "attention_mask"])
-"""
-
-_RUN = f"""
-trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=ROWS, args=arguments)
-{common.TRAIN}model.save_pretrained(arguments.output_dir)
-tokenizer.save_pretrained(arguments.output_dir)
-"""

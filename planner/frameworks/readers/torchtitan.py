@@ -188,7 +188,7 @@ def is_registry(text: str) -> bool:
 def read_registry(text: str, name: str, around: FileContext) -> ReadConfig:
     """The setup of one config of a registry: the one that `--config` names, else the only one."""
     tree = ast.parse(text)
-    reader = Reader(name, replace(around.of_program(), read=lambda _: None))  # torchtitan's own classes stay calls
+    reader = Reader(name, replace(around.of_program(), roots=()))  # torchtitan's own classes stay calls
     reader.whole(tree)
     configs = {
         node.name: reader.program.module.names.get(node.name)

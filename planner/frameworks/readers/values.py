@@ -13,7 +13,6 @@ from typing import Any
 from planner.core.errors import ConfigError
 from planner.core.records import dataclass
 from planner.frameworks.readers.loading import read_bounded
-from planner.frameworks.readers.program.reading import ProgramContext
 from planner.frameworks.tools import Tool
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
@@ -35,6 +34,9 @@ class FileContext:
         environment: variables that the launch sets.
         written: text of files that the checked one writes before it trains, by their paths.
         read: files beside it that were found so far.
+        decided: of a program, conditions that nothing in it decides -> how they are taken this time; others: both ways.
+        uncalled: whether functions are read that nothing calls, where nothing trains otherwise.
+        open_switches: whether flags that nobody gave are not known (else they are off).
     """
 
     model: ModelSpec | None = None
@@ -49,6 +51,9 @@ class FileContext:
     written: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     read: set[Path] = field(default_factory=set)
+    decided: Mapping[str, bool] = field(default_factory=dict)
+    uncalled: bool = True
+    open_switches: bool = False
 
     @property
     def half(self) -> str:
@@ -75,17 +80,10 @@ class FileContext:
             (text for end in ends if end and "$" not in end and (text := self.read_relative(end)) is not None), None
         )
 
-    def of_program(self) -> ProgramContext:
-        """What a program that is read may learn from outside."""
-        gpu = self.gpu
-        return ProgramContext(
-            arguments=self.arguments,
-            environment={**self.environment, "WORLD_SIZE": str(self.num_gpus), "LOCAL_RANK": "0", "RANK": "0"},
-            bf16=gpu.bf16 if gpu is not None else True,
-            capability=(gpu.compute_capability if gpu is not None else None) or (8, 0),
-            read=self.read_relative,
-            read_exact=self.read_exact,
-        )
+    def of_program(self) -> "FileContext":
+        """As the first process of the run sees it."""
+        of_launch = {"WORLD_SIZE": str(self.num_gpus), "LOCAL_RANK": "0", "RANK": "0"}
+        return replace(self, environment={**self.environment, **of_launch})
 
     def read_exact(self, path: str) -> str | None:
         """As `read_relative`, by no other path than this."""

@@ -26,7 +26,6 @@ from planner.frameworks.readers.program.reading import (
     ControlFlow,
     Loop,
     Program,
-    ProgramContext,
     Raise,
     Return,
     changes,
@@ -52,6 +51,7 @@ from planner.frameworks.readers.program.values import (
     size_budget,
     spend,
 )
+from planner.frameworks.readers.values import FileContext
 
 MAX_FRAMES = 6000
 """Of ours, four for each `elif`: Python itself compiles some 2,000 in a row."""
@@ -69,7 +69,7 @@ def _imports(scope: Scope | None, package: str) -> bool:
     return False
 
 
-def run(text: str, name: str, context: ProgramContext, label: Callable[[int], str] | None = None) -> Program:
+def run(text: str, name: str, context: FileContext, label: Callable[[int], str] | None = None) -> Program:
     """Reads a program; `label` names a line of it ("cell 3, line 5") where line numbers are not the reader's.
 
     Raises:
@@ -90,9 +90,7 @@ def run(text: str, name: str, context: ProgramContext, label: Callable[[int], st
         sys.setrecursionlimit(usual)
 
 
-def _read(
-    tree: ast.Module, text: str, name: str, context: ProgramContext, label: Callable[[int], str] | None
-) -> Program:
+def _read(tree: ast.Module, text: str, name: str, context: FileContext, label: Callable[[int], str] | None) -> Program:
     reader = Reader(name, context, label)
     reader.program.differentiates += [name] if ".backward(" in text else []
     reader.whole(tree)
@@ -389,7 +387,7 @@ class Reader(Functions):
             path = f"{name}.py"
             enough = len(self.modules) > 400 or len(self.program.sources) >= MAX_MODULES
             enough = enough or self.source_bytes > MAX_SOURCE_BYTES or name.partition("/")[0] in LIBRARIES
-            text = None if enough else self.outside.read(path)
+            text = None if enough else self.outside.read_relative(path)
             if text is None and not enough:
                 path = f"{name}/__init__.py"
                 text = self.outside.read_exact(path)

@@ -103,7 +103,9 @@ def _of_system(reader: Reading, callee: ImportedName, first: Value | None, made:
         case _ if callee.name == "is_peft_available" and callee.path.partition(".")[0] in ("transformers", "trl"):
             return Constant(True, "peft is taken to be installed")
         case "torch.cuda.get_device_capability":
-            return ListValue([Constant(part, "the card") for part in reader.outside.capability])
+            gpu = reader.outside.gpu
+            capability = (gpu.compute_capability if gpu is not None else None) or (8, 0)
+            return ListValue([Constant(part, "the card") for part in capability])
         case "torch.cuda.device_count":
             return Constant(int(reader.outside.environment.get("WORLD_SIZE", "1")), "the launch")
         case "open" | "io.open":
@@ -430,7 +432,6 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
 
 def call(reader: Reading, callee: Value, made: CallResult, scope: Scope | None = None) -> Value:
     """What a call of foreign code gives; `scope`: where it stands."""
-    context = reader.outside
     if isinstance(callee, ImportedName):
         kind = scope.find("__class__") if scope is not None else None
         holder = next(iter(scope.names.values()), None) if scope is not None else None
@@ -481,7 +482,7 @@ def call(reader: Reading, callee: Value, made: CallResult, scope: Scope | None =
                 reader.uncertain -= 1
     reader.program.calls.append(made)
     if made.name in BF16_QUESTIONS:
-        return Constant(context.bf16 or _counts_emulation(reader, made), "the card")
+        return Constant(reader.outside.half == "bf16" or _counts_emulation(reader, made), "the card")
     return made
 
 

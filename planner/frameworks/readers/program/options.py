@@ -12,7 +12,7 @@ from planner.core.errors import ConfigError
 from planner.core.records import dataclass
 from planner.frameworks.readers import loading
 from planner.frameworks.readers.loading import json_lines, parse_json, parse_yaml
-from planner.frameworks.readers.program.reading import ProgramContext, Reading
+from planner.frameworks.readers.program.reading import Reading
 from planner.frameworks.readers.program.values import (
     CallResult,
     Class,
@@ -31,6 +31,7 @@ from planner.frameworks.readers.program.values import (
     where_of,
 )
 from planner.frameworks.readers.shell import flags, is_open
+from planner.frameworks.readers.values import FileContext
 
 
 def to_value(data: Any, where: str, lines: Mapping[str, int] | None = None, above: str = "") -> Value:
@@ -96,7 +97,7 @@ def loaded(reader: Reading, made: CallResult) -> Value:
     while isinstance(source, CallResult) and source.name != "open" and source.receiver is not None:
         source = source.receiver
     path = plain(source.positional[0]) if isinstance(source, CallResult) and source.positional else None
-    text = reader.outside.read(path) if isinstance(path, str) else None
+    text = reader.outside.read_relative(path) if isinstance(path, str) else None
     if text is None or not isinstance(path, str):
         if isinstance(path, Unknown):
             return path
@@ -151,7 +152,7 @@ class Option:
         required = plain(made.keywords.get("required")) is True or not long.startswith("-")
         return cls(str(name), flags, default, words, switch, required, made.where)
 
-    def value(self, context: ProgramContext) -> Value:
+    def value(self, context: FileContext) -> Value:
         """What the option is: the command line's word, else its default."""
         words = list(context.arguments or ())
         for index, word in enumerate(words):
@@ -267,7 +268,7 @@ def _in_place(options: list[Option], words: list[str]) -> dict[str, Value]:
     }
 
 
-def _parsed(owner: CallResult, context: ProgramContext) -> Instance:
+def _parsed(owner: CallResult, context: FileContext) -> Instance:
     """What a parser makes of the words: its own options, and those of the subcommand that they name.
 
     Without words the one subcommand that trains by its name stands for them; where none or several do, an option that

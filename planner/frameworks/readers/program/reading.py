@@ -1,7 +1,7 @@
 """What one reading of a program knows and keeps: the outside, what was found, where it stands."""
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -17,6 +17,7 @@ from planner.frameworks.readers.program.values import (
     Value,
     spend,
 )
+from planner.frameworks.readers.values import FileContext
 
 MAX_STEPS = 200_000
 MAX_DEPTH = 24
@@ -45,34 +46,6 @@ PARTS_OF_LENGTH = (
 CUT_NAMES = ("input_ids", "ids", "labels", "attention_mask", "tokens")
 NOT_DATA = ("generat", "predict", "infer", "eval", "chat", "test", "sample", "plot", "print")
 """Parts of the names of functions whose lengths are not the training data's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramContext:
-    """What is known from outside the program.
-
-    Attributes:
-        arguments: the words after the program's name on its command line; None: nobody said.
-        environment: variables that the launcher sets.
-        open_switches: whether flags that nobody gave are not known (else they are off).
-        decided: conditions that nothing in the program decides -> how they are taken this time; others: both ways.
-        uncalled: whether functions are read that nothing calls, where nothing trains otherwise.
-        versions: package -> version that is pinned or said; of others the newest is in use.
-        bf16: whether the card computes in bf16; capability: its compute capability.
-        read: the text of a file named by the program (relative to it), None where it may not or cannot be read;
-            exactly: by no other path than that.
-    """
-
-    arguments: Sequence[str] | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    open_switches: bool = False
-    decided: Mapping[str, bool] = field(default_factory=dict)
-    uncalled: bool = True
-    versions: Mapping[str, str] = field(default_factory=dict)
-    bf16: bool = True
-    capability: tuple[int, int] = (8, 0)
-    read: Callable[[str], str | None] = field(default=lambda _: None)
-    read_exact: Callable[[str], str | None] = field(default=lambda _: None)
 
 
 @dataclass(slots=True)
@@ -143,7 +116,7 @@ class Reading:
     store: Callable[[dict[str, Value], str, Value, str], None]
     instance: Callable[[Class, CallResult], Value]
 
-    def __init__(self, name: str, context: ProgramContext, label: Callable[[int], str] | None = None) -> None:
+    def __init__(self, name: str, context: FileContext, label: Callable[[int], str] | None = None) -> None:
         self.outside = context
         self.name, self.label = name, label
         self.program = Program()
