@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planner.core.errors import NotPlanned
-from planner.frameworks.readers import versions
 from planner.frameworks.readers.program import embedding
 from planner.frameworks.readers.shell import TRL_COMMANDS
 from planner.frameworks.readers.values import Settings
@@ -250,8 +249,8 @@ def refuse(settings: Settings, fields: Mapping[str, Any], version: tuple[int, ..
         ),
         (objective.rolls_out and several, "generation_batch_size and steps_per_generation are given both"),
         (
-            objective.rolls_out and switches["auto_find_batch_size"] and version >= versions.TRL_KEEPS_GROUPS_SINCE,
-            "auto_find_batch_size would cut groups of completions",
+            objective.rolls_out and switches["auto_find_batch_size"] and version >= (1, 9),
+            "auto_find_batch_size would cut groups of completions",  # huggingface/trl@44d7ef9b
         ),
     )
     settings.refusals += [f"TRL stops: {reason}" for holds, reason in rows if holds]
@@ -268,16 +267,16 @@ def rollout_fields(
     Args:
         version: TRL's.
 
-    Source: trl 1.16 trainer/grpo_config.py, trainer/rloo_config.py; older: `planner.frameworks.readers.versions`.
+    Source: trl 1.16 trainer/grpo_config.py, trainer/rloo_config.py; the tags of older ones.
     """
     usual_group, usual_beta = (2, 0.05) if objective == "rloo" else (8, 0.0)
-    if objective == "grpo" and version < versions.TRL_WITHOUT_KL_SINCE:
+    if objective == "grpo" and version < (0, 19):
         usual_beta = 0.04
     completion = settings.integer("max_completion_length", COMPLETION_TOKENS, at_least=1)
     micro, steps = fields["micro_batch_seqs"] * settings.outside.num_gpus, fields["accumulation_steps"]
     batch = settings.integer("generation_batch_size", 0) or micro * settings.integer("steps_per_generation", 0)
-    if version < versions.TRL_GENERATES_AT_ONCE_SINCE:
-        batch = micro
+    if version < (0, 17):
+        batch = micro  # each generates by itself
     if settings.integer("num_iterations", 1) > 1:
         settings.approximate("each generation trains several times (num_iterations): its speed is counted as if once")
     for key in UNCOUNTED:
@@ -286,7 +285,7 @@ def rollout_fields(
     generator = "transformers"
     if settings.flag("use_vllm", False):
         sleeps = settings.flag("vllm_enable_sleep_mode", False)
-        usual = "colocate" if version >= versions.TRL_COLOCATES_SINCE else "server"
+        usual = "colocate" if version >= (1, 0) else "server"  # before 0.18 on another GPU in any case
         server = settings.text("vllm_mode", usual) == "server"
         generator = "vllm-server" if server else "vllm-sleep" if sleeps else "vllm"
     rollout = Rollout(
@@ -298,7 +297,7 @@ def rollout_fields(
         reference=settings.real("beta", usual_beta) != 0.0,
     )
     cut = settings.values.get("max_prompt_length", PROMPT_TOKENS) is not None
-    if version < versions.TRL_CUTS_PROMPTS_UNTIL and cut and "max_prompt_length" not in settings.unknown:
+    if version < (0, 28) and cut and "max_prompt_length" not in settings.unknown:
         prompt = settings.integer("max_prompt_length", PROMPT_TOKENS, at_least=1)
         return {"seq_len_tokens": prompt + completion, "rollout": rollout}
     length = settings.integer("vllm_max_model_length", 0)

@@ -430,8 +430,8 @@ class _Script:
             self.missing["beside"] = extra_reference
         if self.objective_spec.reference and arguments.flag("precompute_ref_log_probs", False):
             fields["precomputed_reference"] = True
-        since, until = versions.TRL_LOADS_REFERENCE
-        anew = self.objective_spec.name == "dpo" and method == "full" and since <= self.defaults.version < until
+        # read in 1.14; 1.16 takes the policy's type
+        anew = self.objective_spec.name == "dpo" and method == "full" and (0, 29) <= self.defaults.version < (1, 15)
         implicit_reference = trainer is None or trainer.argument("ref_model", 1) is None
         if anew and implicit_reference and "precomputed_reference" not in fields and base["precision"] in HALVES:
             more = f"{self.defaults.label} loads DPO's reference in float32: 2 bytes a weight more than its policy"
@@ -516,7 +516,7 @@ class _Script:
         if self.unsloth:
             return int(bool(self._of_unsloth()) and self._of_unsloth() not in ("none", "false"))
         own_default = self._own_arguments() and self.defaults.checkpointing
-        old = self.trl and self.defaults.version < versions.TRL_PREPARES_WITH_CHECKPOINTING_UNTIL
+        old = self.trl and self.defaults.version < (0, 7, 2)  # 0.7.1 does, 0.7.4 not
         given = self.training_run.trainer.argument("peft_config") if self.training_run.trainer is not None else None
         if old and self._quantization() != "none" and given is not None:
             arguments.assume(f"{self.defaults.label} switches gradient checkpointing on for a quantized base")
@@ -615,7 +615,7 @@ class _Script:
         if self.unsloth or self.training_run.loop is not None or (shown and "," not in shown):
             arguments.assume(f"{several}: it trains on one of them")
             return alone
-        if self.trl and self.defaults.version >= versions.TRL_REFUSES_ONE_PROCESS_SINCE:
+        if self.trl and self.defaults.version >= (1, 15):  # 1.14.1 does not
             way = "make one visible (CUDA_VISIBLE_DEVICES=0) or use accelerate's notebook_launcher"
             arguments.refusals.append(f"{several}: {self.defaults.label} refuses that; {way}")
             return alone

@@ -142,10 +142,11 @@ def _precision(
 def loss_of(objective: Objective, defaults: versions.TrlDefaults, settings: Settings) -> dict[str, str]:
     """The loss that TRL's trainer of an objective has, and the version where its step is another than today's."""
     version, name, since = defaults.version, settings.name, versions.TRL_OF_OBJECTIVES_SINCE[objective.name]
-    if version >= versions.TRL_FUSED_PREFERENCES_SINCE or (objective.losses == ("full",) and version >= since):
+    # no full logits any more: read in 1.16; 1.14 makes them
+    if version >= (1, 15) or (objective.losses == ("full",) and version >= since):
         return {"loss": objective.losses[0]}
     flag = next((key for key in ("use_liger_loss", "use_liger_kernel") if settings.flag(key, False)), "")
-    between = objective.name == "kto" and version >= versions.TRL_KTO_UNTIL
+    between = objective.name == "kto" and version >= (1, 6)  # other parts of its whole logits
     if version < since or between or flag:
         raise NotPlanned(
             f"{name} trains {objective.name} with {defaults.label}{f' and {flag}' * bool(flag)}, whose step is "

@@ -18,16 +18,9 @@ from planner.options.objectives import OBJECTIVES
 
 NEWEST_TRL = (1, 16)
 NEWEST_TRANSFORMERS = (5, 23)
-TRL_CHECKPOINTING_SINCE = (0, 22)
-TRL_BF16_SINCE = (0, 19)
-TRL_CHUNKED_BY_DEFAULT_SINCE = (1, 7)
 TRL_ONLY_CHUNKED_SINCE = (1, 15)
 """From here on "nll" never makes the full logits, nor has Liger's switch a loss of its own (1.14.2 has both): all goes
 through kernels of TRL's own (`SetupValues.checkpointed_loss`)."""
-
-
-TRL_FUSED_PREFERENCES_SINCE = (1, 15)
-"""From here on DPOTrainer and KTOTrainer score tokens without full logits: read in 1.16; 1.14 makes them."""
 TRL_OF_OBJECTIVES_SINCE = {
     "dpo": (0, 9, 6),
     "kto": (0, 12),
@@ -37,34 +30,8 @@ TRL_OF_OBJECTIVES_SINCE = {
     "rloo": (1, 15),
 }
 """Objective -> the oldest TRL whose step is modelled (`SetupValues.log_probs`; GRPO's batch counted prompts before)."""
-TRL_KTO_UNTIL = (1, 6)
-"""From here on, up to the fused head, KTO keeps other parts of its whole logits, which is not modelled."""
-TRL_LOADS_REFERENCE = ((0, 29), (1, 15))
-"""From the one to the other DPO's own reference is loaded anew in float32 (1.14 does, 1.16 takes the policy's type)."""
 TRL_CUTS_PAIRS = {"dpo": (((0, 12), 512), ((0, 13), 0)), "kto": (((0, 14), 512),)}
 """Objective -> (the version before which, to how many tokens it cuts that is not told; 0: to none); later 1,024."""
-TRL_REFUSES_ONE_PROCESS_SINCE = (1, 15)
-"""From here on its trainers refuse several GPUs in one process, nn.DataParallel (1.14.1 does not)."""
-TRL_GENERATES_AT_ONCE_SINCE = (0, 17)
-"""Before this GRPO generates for each micro-batch by itself."""
-TRL_WITHOUT_KL_SINCE = (0, 19)
-"""Before this GRPO's `beta` is 0.04."""
-TRL_KEEPS_GROUPS_SINCE = (1, 9)
-"""From here on GRPO and RLOO refuse `auto_find_batch_size` (huggingface/trl@44d7ef9b)."""
-TRL_COLOCATES_SINCE = (1, 0)
-"""Before this vLLM is a server by itself unless told, before 0.18 it has another GPU in any case."""
-TRL_CUTS_PROMPTS_UNTIL = (0, 28)
-"""Before this GRPO cuts prompts to `max_prompt_length`, 512 tokens unless told."""
-TRL_NOT_REENTRANT_SINCE = (0, 27)
-"""From here on TRL tells transformers 4 to checkpoint in the newer form (0.26 does not)."""
-TRL_PREPARES_KBIT_UNTIL = (0, 27)
-"""Before this `SFTTrainer` calls peft's `prepare_model_for_kbit_training` on a quantized base (0.26 does, 0.28 not)."""
-TRL_PREPARES_WITH_CHECKPOINTING_UNTIL = (0, 7, 2)
-"""Before this it does so with checkpointing switched on whatever the arguments say (0.7.1 does, 0.7.4 not)."""
-TRL_FLOAT32_SINCE = (0, 27)
-"""From here on a trainer that is handed a model's name loads it in float32 (`create_model_from_path`; 0.26: "auto")."""
-TRL_AUTO_SINCE = (0, 26)
-"""From here on it says a type by itself; 0.25 leaves that to `from_pretrained`."""
 TRL_TRAINER_KEYS = {
     **dict.fromkeys(
         ("dataset_text_field", "packing", "max_seq_length", "dataset_num_proc", "dataset_batch_size", "eval_packing",
@@ -111,14 +78,6 @@ NEWEST_WITH = {"evaluation_strategy": (4, 45)}
 LAST_OF_4 = (4, 57)
 SINCE = {"liger_kernel_config": (4, 53), "use_liger_kernel": (4, 45), "gradient_checkpointing_kwargs": (4, 35)}
 """Arguments that `--fix` writes -> the first version that takes them."""
-TRL_WITH_TRANSFORMERS_5 = (0, 26)
-"""Older TRL is taken to run on transformers 4: 5.0 is younger than it."""
-ACTIVATION_CHECKPOINTING_SINCE = (5, 23)
-"""From here on `gradient_checkpointing` is called `activation_checkpointing` (5.22 does not know the new name)."""
-EVERY_N_LAYERS_SINCE = (5, 17)
-"""From here on some layers alone can be checkpointed."""
-TRANSFORMERS_FUSED_SINCE = (4, 54)
-"""From here on the default optimizer is the fused one (with torch 2.8 and newer)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,28 +99,27 @@ class TransformersDefaults:
 
     @property
     def keys(self) -> dict[str, str]:
-        """Field of a setup -> what the arguments call it, where that is not today's name."""
-        old = self.version < ACTIVATION_CHECKPOINTING_SINCE
-        return {"checkpointing": "gradient_checkpointing"} if old else {}
+        """Field of a setup -> what the arguments call it, where that is not today's name (5.22 does not know it)."""
+        return {"checkpointing": "gradient_checkpointing"} if self.version < (5, 23) else {}
 
     @property
     def only(self) -> dict[str, tuple[int, ...]]:
-        """Field of a setup -> the values that this version can run."""
-        return {"checkpointing": (0, 1)} if self.version < EVERY_N_LAYERS_SINCE else {}
+        """Field of a setup -> the values that this version can run: from 5.17 on some layers alone are checkpointed."""
+        return {"checkpointing": (0, 1)} if self.version < (5, 17) else {}
 
     @property
     def optimizer(self) -> str:
-        """The default of `optim`."""
-        return "adamw_torch_fused" if self.version >= TRANSFORMERS_FUSED_SINCE else "adamw_torch"
+        """The default of `optim` (with torch 2.8 and newer)."""
+        return "adamw_torch_fused" if self.version >= (4, 54) else "adamw_torch"
 
 
 def reentrant(of_transformers: TransformersDefaults, trl: "TrlDefaults | None") -> bool:
     """Whether checkpointing is of the older form unless told.
 
     Source: transformers 4.57 `gradient_checkpointing_enable` (`use_reentrant` True; 5.23: False); TRL 0.27's
-    configurations say False themselves.
+    configurations say False themselves (0.26's do not).
     """
-    return bool(of_transformers.older) and (trl is None or trl.version < TRL_NOT_REENTRANT_SINCE)
+    return bool(of_transformers.older) and (trl is None or trl.version < (0, 27))
 
 
 def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefaults | None") -> TransformersDefaults:
@@ -171,7 +129,7 @@ def transformers(version: str | None, arguments: Iterable[str], trl: "TrlDefault
     bounds = [(NEWEST_TRANSFORMERS, "")]
     if trl is not None and trl.version < (0, 13):
         bounds.append(((4, 46), f"{trl.label} needs transformers 4.46 or older"))
-    elif trl is not None and trl.version < TRL_WITH_TRANSFORMERS_5:
+    elif trl is not None and trl.version < (0, 26):  # transformers 5.0 is younger
         bounds.append((LAST_OF_4, f"{trl.label} goes with transformers 4"))
     for name in sorted(NOT_IN_TRANSFORMERS_5 & set(arguments)):
         newest = NEWEST_WITH.get(name, LAST_OF_4)
@@ -226,23 +184,25 @@ class TrlDefaults:
     @property
     def checkpointing(self) -> bool:
         """Whether SFTConfig switches gradient checkpointing on."""
-        return self.version >= TRL_CHECKPOINTING_SINCE
+        return self.version >= (0, 22)
 
     @property
     def bf16(self) -> bool:
         """Whether SFTConfig trains under bf16 autocast unless told otherwise."""
-        return self.version >= TRL_BF16_SINCE
+        return self.version >= (0, 19)
 
     @property
     def dtype(self) -> str:
-        """The data type in which a trainer loads a model that it is handed by name; "": `from_pretrained`'s own."""
-        if self.version >= TRL_FLOAT32_SINCE:
-            return "float32"
-        return "auto" if self.version >= TRL_AUTO_SINCE else ""
+        """The data type in which a trainer loads a model that it is handed by name; "": `from_pretrained`'s own.
+
+        Source: TRL 0.25 to 0.27 `create_model_from_path`.
+        """
+        return "float32" if self.version >= (0, 27) else "auto" if self.version >= (0, 26) else ""
 
     def prepares_kbit(self, *, four_bit: bool, bf16: bool) -> bool:
-        """Whether the trainer leaves what is not quantized in float32: under bf16 it casts a 4-bit base's back."""
-        return self.version < TRL_PREPARES_KBIT_UNTIL and not (four_bit and bf16)
+        """Whether the trainer leaves what is not quantized in float32, by peft's `prepare_model_for_kbit_training`
+        (0.26 does, 0.28 not): under bf16 it casts a 4-bit base's back."""
+        return self.version < (0, 27) and not (four_bit and bf16)
 
     def loss(self, loss_type: str | None, *, liger: bool, whole: bool = False) -> str:
         """The setup's loss for SFTConfig's `loss_type` (None: not given); `whole`: with a loss of the program's own, or
@@ -253,7 +213,7 @@ class TrlDefaults:
             return "chunked"
         if liger:
             return "liger"
-        chunked = loss_type is None and self.version >= TRL_CHUNKED_BY_DEFAULT_SINCE
+        chunked = loss_type is None and self.version >= (1, 7)
         return "chunked" if chunked or loss_type == "chunked_nll" else "full"
 
     def program(self, loss: str) -> dict[str, str]:
@@ -262,21 +222,15 @@ class TrlDefaults:
         return {"trl_version": ".".join(map(str, self.version))} if older else {}
 
 
-LOADS_AHEAD = ((5,), (5, 4)), (0, 16)
-"""From which transformers to before which weights are read onto the GPU by threads that wait for no quantization, and
-the first Axolotl that switches them off.
-
-Source: transformers 5.3 and 5.4 `core_model_loading.py` convert_and_load_state_dict_in_model (thread_pool; issue
-43032); Axolotl 0.16 `patch_manager.py` _deactivate_hf_async_load.
-"""
-
-
 def loads_ahead(named: Mapping[str, str], tool: str) -> str:
-    """The transformers whose loading may hold the 16-bit weights of a base that is quantized on the way; "" of one that
-    does not."""
-    (since, before), deactivated = LOADS_AHEAD
-    ahead = "transformers" in named and since <= parsed(named["transformers"]) < before
-    off = tool == "axolotl" and parsed(named.get("axolotl", "0")) >= deactivated
+    """The transformers whose loading may hold the 16-bit weights of a base that is quantized on the way, as threads
+    read them onto the GPU that wait for no quantization, unless Axolotl switches them off; "" of one that does not.
+
+    Source: transformers 5.3 and 5.4 `core_model_loading.py` convert_and_load_state_dict_in_model (thread_pool; issue
+    43032); Axolotl 0.16 `patch_manager.py` _deactivate_hf_async_load.
+    """
+    ahead = "transformers" in named and (5,) <= parsed(named["transformers"]) < (5, 4)
+    off = tool == "axolotl" and parsed(named.get("axolotl", "0")) >= (0, 16)
     return f"transformers {named['transformers']}" if ahead and not off else ""
 
 
