@@ -228,7 +228,6 @@ def data_constants(request: ExportRequest, target: str = "hf") -> str:
 
 
 def environment(gpu: GpuSpec | None) -> dict[str, str]:
-    """The environment variables of a launch on a card; None: not known."""
     return {} if gpu is not None and gpu.vendor != "NVIDIA" else allocator_settings()
 
 
@@ -253,7 +252,6 @@ def allocator_settings() -> dict[str, str]:
 
 
 def model_line(key: str, request: ExportRequest) -> Line:
-    """The line that names the model."""
     shown = shown_path(request.model_id)
     shortened = shown.startswith("./") and not request.model_id.startswith("./")
     return Line(key, shown, "a directory: launch from its parent, or put its path here" if shortened else "")

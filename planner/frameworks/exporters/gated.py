@@ -29,7 +29,6 @@ class Gate:
 
 @cache
 def gates() -> tuple[Gate, ...]:
-    """Every row of the table."""
     with (DATA / "gated.csv").open(newline="", encoding="utf-8") as file:
         return tuple(Gate(**row) for row in csv.DictReader(file))
 

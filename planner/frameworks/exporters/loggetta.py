@@ -60,7 +60,6 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 
 
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
-    """`train.sh`."""
     setup, hyper = request.setup, request.hyper
     steps = common.counted_steps(request)
     data = f"{prepare.folder(request, TARGET)}/train.jsonl"

@@ -87,7 +87,6 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 
 
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
-    """`torchtitan.toml`."""
     command = several_gpus.torchrun(request, MODULE)
     notes = [
         "The model's folder must be on disk: config, tokenizer and safetensors in transformers' format.",

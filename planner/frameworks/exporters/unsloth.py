@@ -62,7 +62,6 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 
 
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
-    """`train_unsloth.py`."""
     notes = (
         "Written with the names of trl <= 1.15 and transformers <= 5.17, which Unsloth pins.",
         "Checked against the signatures and config classes in Unsloth's source; it was not run here (no GPU).",

@@ -48,7 +48,6 @@ NOT_COUNTED = {
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of an Axolotl config."""
     settings.note_unknown(versions.known_settings(FORMAT), AXOLOTL)
     objective = _objective(settings)
     adapter = settings.raw("adapter")

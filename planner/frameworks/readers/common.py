@@ -39,20 +39,19 @@ from planner.setup.allowed import FLEX, SAVED_MODULES
 
 OPTIMIZERS = {alias: name for name, row in ROWS.items() for alias in (row.transformers or name, *row.aliases)}
 SAME_STATES = {alias: name for name, row in ROWS.items() for alias in row.same_states}
-_BOUNDED: Mapping[tuple[str, tuple[str, ...]], str] = {
-    (
-        "adamw",
-        TRAINED,
-    ): "galore_adafactor galore_adafactor_layerwise galore_adamw galore_adamw_8bit galore_adamw_layerwise "
-    "galore_adamw_8bit_layerwise q_galore_adamw_8bit apollo_adamw apollo_adamw_layerwise lomo adalomo",
-    (
-        "adamw",
-        ("optimizer",),
-    ): "muon dion came_pytorch grokadamw flash_adam flash_adamw flash_lion flash_sgd flash_sgdw",
-    ("adamw-8bit", ("optimizer",)): "adamw_torch_8bit adamw_torch_4bit ao_adamw_8bit ao_adamw_4bit ao_adamw_fp8",
-    ("adamw-amsgrad", ("optimizer",)): "stable_adamw optimi_adamw",
+BOUNDED: dict[str, tuple[str, tuple[str, ...]]] = {
+    name: (row, categories)
+    for row, categories, names in (
+        ("adamw", TRAINED, "galore_adafactor galore_adafactor_layerwise galore_adamw galore_adamw_8bit lomo adalomo"),
+        ("adamw", TRAINED, "galore_adamw_layerwise galore_adamw_8bit_layerwise q_galore_adamw_8bit"),
+        ("adamw", TRAINED, "apollo_adamw apollo_adamw_layerwise"),
+        ("adamw", ("optimizer",), "muon dion came_pytorch grokadamw flash_adam flash_adamw flash_lion flash_sgd"),
+        ("adamw", ("optimizer",), "flash_sgdw"),
+        ("adamw-8bit", ("optimizer",), "adamw_torch_8bit adamw_torch_4bit ao_adamw_8bit ao_adamw_4bit ao_adamw_fp8"),
+        ("adamw-amsgrad", ("optimizer",), "stable_adamw optimi_adamw"),
+    )
+    for name in names.split()
 }
-BOUNDED = {name: bound for bound, names in _BOUNDED.items() for name in names.split()}
 """Optimizers that keep no more than a row, which may be much less: the row, and what of it. Layer by layer gradients go
 early too.
 
@@ -640,11 +639,10 @@ def _asks(settings: Settings, key: str, word: Any) -> bool:
 
 def keys(tool: Tool, values: Mapping[str, Any]) -> dict[str, str]:
     """Field -> its key in this file: the name of it that stands there, else today's."""
-    by_field: dict[str, str] = {}
-    for field in tool.fields:
-        names = (field.key, *field.older)
-        by_field[field.of] = next((name for name in names if written(values, name) is not None), field.key)
-    return by_field
+    return {
+        field.of: next((name for name in (field.key, *field.older) if written(values, name) is not None), field.key)
+        for field in tool.fields
+    }
 
 
 def origins(

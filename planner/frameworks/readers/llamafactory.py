@@ -49,7 +49,6 @@ NOT_COUNTED = {
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of a LLaMA-Factory config."""
     settings.note_unknown(versions.accepted(FORMAT), LLAMAFACTORY)
     objective = _objective(settings)
     liger = settings.flag(settings.first("enable_liger_kernel", "use_liger_kernel"), False)

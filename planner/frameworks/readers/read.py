@@ -442,12 +442,10 @@ def _gpus(values: Mapping[str, Any], depth: int) -> Iterator[int]:
                 match = _GPUS.match(str(spec))
                 if match or str(spec).isdigit():
                     yield int(match[1] if match else spec)
-        elif isinstance(value, Mapping) and depth < MAX_DEPTH:
-            yield from _gpus(value, depth + 1)
-        elif isinstance(value, list) and depth < MAX_DEPTH:
-            for inner in value:
-                if isinstance(inner, Mapping):
-                    yield from _gpus(inner, depth + 1)
+            continue
+        for inner in value if isinstance(value, list) else (value,):
+            if isinstance(inner, Mapping) and depth < MAX_DEPTH:
+                yield from _gpus(inner, depth + 1)
 
 
 def _sweep(values: Mapping[str, Any]) -> str:
@@ -458,9 +456,6 @@ def _sweep(values: Mapping[str, Any]) -> str:
         parameter = parameter if isinstance(parameter, Mapping) else {}
         some = parameter.get("values")
         value = parameter.get("value", some[0] if isinstance(some, list) and len(some) == 1 else None)
-        if isinstance(value, (str, int, float, bool)):
-            words += [f"--{name}", shlex.quote(str(value))]
-        else:
-            words += [f"--{name}", f"${name}"]
+        words += [f"--{name}", shlex.quote(str(value)) if isinstance(value, (str, int, float)) else f"${name}"]
     program = str(values["program"])
     return " ".join(["bash" if program.endswith(".sh") else "python", shlex.quote(program), *words])

@@ -124,7 +124,6 @@ class _Script:
         self._settle_versions()
 
     def settings(self, made: Value | None) -> Settings:
-        """What a call is given."""
         return training.settings(made, self.name, self.outside)
 
     def _settle_versions(self) -> None:
@@ -154,7 +153,6 @@ class _Script:
             self.arguments.assume(self.defaults.taken)
 
     def config(self) -> ReadConfig:
-        """The answer."""
         arguments = self.arguments
         fields = self._fields()
         program_changes.note(
@@ -216,7 +214,6 @@ class _Script:
 
     @property
     def two_halves(self) -> bool:
-        """Whether the model is an encoder and a decoder."""
         return self.model is not None and self.model.is_encoder_decoder
 
     def _fields(self) -> dict[str, Any]:

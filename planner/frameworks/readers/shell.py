@@ -206,8 +206,6 @@ class Block:
 
 
 class Branches:
-    """The blocks that are open."""
-
     def __init__(self) -> None:
         self.blocks: list[Block] = []
 

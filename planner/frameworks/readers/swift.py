@@ -70,7 +70,6 @@ Source: ms-swift@3602360a swift/trainers/arguments.py `__post_init__`; other def
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of an ms-swift run."""
     objective = _objective(settings)
     old = any(settings.has(key) for key in OLD)
     fields = _method(settings, old=old)

@@ -49,7 +49,6 @@ def is_config(values: dict[str, Any]) -> bool:
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of a torchtitan config."""
     top, parts = settings, _blocks(settings)
     training = parts["training"]
     pair = (training.text("dtype", "float32"), training.text("mixed_precision_param", "bfloat16"))
@@ -181,7 +180,6 @@ def _checkpointing(settings: Settings, fields: Mapping[str, Any]) -> dict[str, A
 
 
 def is_registry(text: str) -> bool:
-    """Whether a program is a file of torchtitan configs."""
     return "torchtitan" in text and "-> Trainer.Config:" in text
 
 

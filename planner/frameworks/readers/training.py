@@ -389,14 +389,12 @@ def _only_loader(training: Training, program: Program) -> None:
 
 
 def loads_model(owner: str) -> bool:
-    """Whether a class's `from_pretrained` loads a model."""
     return ("Model" in owner or owner.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))) and (
         not owner.startswith(("Peft", "AutoPeft"))
     )
 
 
 def named_model(loader: CallResult) -> Value | None:
-    """The model's name in the call that loads it."""
     for key in ("model_name", "pretrained_model_name_or_path"):
         if key in loader.keywords:
             return loader.keywords[key]
@@ -425,7 +423,6 @@ def settings(made: Value | None, name: str, context: FileContext | None = None) 
 
 
 def trained_times(program: Program) -> int:
-    """How many trainings the program runs."""
     return len({id(trainer_of(trainer)) for trainer, _ in program.trained})
 
 

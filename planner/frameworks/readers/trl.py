@@ -16,7 +16,6 @@ FORMAT = "trl"
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of a TRL config."""
     values, objective = settings.values, _objective(settings)
     # whose defaults hold: of the versions that are named, else of the newest that can run the file
     named = settings.outside.versions

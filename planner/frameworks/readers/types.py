@@ -239,13 +239,7 @@ def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         field = SHORT_NAMES.get(name.strip(), name.strip())
-        if field == BESIDE and equals:
-            fields[field] = round(_number(field, text.strip().lower().removesuffix("gib"), float) * 2**30)
-            continue
-        if field == EVALUATED and equals:
-            fields[field] = _number(field, text.strip(), int)
-            continue
-        if not equals or field not in SETTABLE:
+        if not equals or field not in (*SETTABLE, BESIDE, EVALUATED):
             raise UsageError(
                 f"--set must be NAME=VALUE with a setting's name; got {pair!r}",
                 hint=f"for example --set micro_batch=4; names: {', '.join((*SHORT_NAMES, *SETTABLE))}",
@@ -255,7 +249,9 @@ def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(field: str, text: str) -> Any:
-    default = getattr(TrainSetup(), field)
+    if field == BESIDE:
+        return round(_number(field, text.lower().removesuffix("gib"), float) * 2**30)
+    default = getattr(TrainSetup(), field, 0)
     if field == "checkpointing":
         return int(_WORDS[text.lower()]) if text.lower() in _WORDS else _number(field, text, int)
     if field == "images":

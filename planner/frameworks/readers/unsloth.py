@@ -34,7 +34,6 @@ def is_config(values: dict[str, Any]) -> bool:
 
 
 def read(settings: Settings) -> ReadConfig:
-    """The setup of an Unsloth config."""
     top = settings
     top.note_unknown(("model", *versions.blocks(FORMAT)), UNSLOTH)
     parts = {section: top.block(section) for section in versions.blocks(FORMAT)}

@@ -160,11 +160,9 @@ class Settings:
 
     @property
     def model(self) -> ModelSpec | None:
-        """What trains, where it is at hand."""
         return self.outside.model
 
     def has(self, key: str) -> bool:
-        """Whether a key is there and not null."""
         return self.values.get(key) is not None or key in self.unknown
 
     def raw(self, key: str, default: Any = None) -> Any:
@@ -190,7 +188,6 @@ class Settings:
         raise self.error(key, "true or false", value)
 
     def integer(self, key: str, default: int, *, at_least: int = 0) -> int:
-        """A whole number."""
         value = self.raw(key, default)
         number = self._number(key, value, "a whole number")
         if number != int(number):
@@ -200,18 +197,15 @@ class Settings:
         return int(number)
 
     def real(self, key: str, default: float) -> float:
-        """A number."""
         return self._number(key, self.raw(key, default), "a number")
 
     def text(self, key: str, default: str) -> str:
-        """A word."""
         value = self.raw(key, default)
         if not isinstance(value, str):
             raise self.error(key, "text", value)
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """A word or None."""
         return self.text(key, "") or None if self.has(key) else self.raw(key)
 
     def names(self, key: str) -> tuple[str, ...]:
@@ -267,7 +261,6 @@ class Settings:
                 self.approximate(sentence)
 
     def error(self, key: str, expected: str, got: Any) -> ConfigError:
-        """What a wrong value is answered with."""
         return ConfigError(
             f"{self.name}: {key} must be {expected}, got {_short(got)}", hint=f"correct {key} in the file"
         )
