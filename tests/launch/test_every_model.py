@@ -28,7 +28,7 @@ peft = pytest.importorskip("peft")
 from accelerate.state import AcceleratorState  # noqa: E402
 
 from planner.frameworks.exporters import EXPORTERS, Launch  # noqa: E402
-from planner.frameworks.exporters.install import FIRST_IN  # noqa: E402
+from planner.frameworks.exporters.install import first_in  # noqa: E402
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.attention_kernels import HUBLESS, supported_attentions  # noqa: E402
 from planner.models import catalogue  # noqa: E402
@@ -124,7 +124,7 @@ def test_every_file_is_taken_as_it_stands(model_type: str, monkeypatch: pytest.M
             for targets in ("all-linear", "attention"):
                 launch = emit(target, model_type, attention=attention, lora_targets=targets)
                 reason = NO_FILE.get(model_type) or REFUSED.get((target, model_type))
-                if model_type in FIRST_IN and (target == "axolotl" or attention == "flash-attention-2"):
+                if model_type in first_in() and (target == "axolotl" or attention == "flash-attention-2"):
                     reason = "does not know"  # the transformers that it is installed with
                 if reason:
                     assert reason in launch.refused

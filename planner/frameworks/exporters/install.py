@@ -4,8 +4,11 @@ Everything is a wheel where there is one. flash-attn and causal-conv1d come as s
 ready build on their release pages first): last, after what builds them, and only where nothing else does.
 """
 
+import csv
 from collections.abc import Mapping
+from functools import cache
 
+from planner.core.shipped import DATA
 from planner.frameworks.exporters.types import ExportRequest, Launch
 from planner.models.spec import ModelSpec
 from planner.options.kernels import LIGER
@@ -35,34 +38,6 @@ HUB_VERSIONS = {"transformers": "5.22.0", "kernels": "0.17.2"}
 Source: transformers 5.22.0 and 5.23.0 `utils/import_utils.py` KERNELS_MIN_VERSION, KERNELS_MAX_VERSION;
 `modeling_flash_attention_utils.py` FLASH_ATTN_KERNEL_VERSIONS (flash-attn2: 4, from torch 2.10 on).
 """
-FIRST_IN = {
-    model_type: number
-    for number, types in {
-        "5.17.0": (
-            "axk1 axk2 canary cohere2_moe cohere_compass cohere_compass_text cosmos3_edge cosmos3_omni "
-            "deepseek_ocr2 deepseek_v32 deepseek_v4 diffusion_gemma exaone4_5 fun_asr_nano gemma4_assistant "
-            "gemma4_unified gemma4_unified_assistant gemma4_unified_text glm5_next glmga granite4_vision "
-            "granite_speech_plus granite_swa granitemoe_swa hrm_text hunyuan_vl hy_v3 hy_v4 hyperclovax "
-            "inkling_mm_model inkling_text kimi_k25 kimi_linear laguna mellum mimo_v2_flash minicpm3 "
-            "minicpmv4_6 minimax_m3_vl minimax_m3_vl_text muse_glimmer neomme pp_formulanet qianfan_ocr "
-            "qwen2_5_omni_thinker qwen3_asr qwen3_omni_moe_thinker qwen4_exp qwen4_exp_text step3p7 vibevoice "
-            "zaya"
-        ),
-        "5.20.1": (
-            "bailing_hybrid beam gte hyperclovax_vision_v2 kolibri1 minicpmv4_7 molmo2 "
-            "moss_transcribe_diarize muse_spark nemotron_h_omni ultrabert unlimited_ocr"
-        ),
-        "5.22.0": "flint minicpm_ocr mistral_large4 nemo_speechlm ultravbert",
-        "5.23.0": (
-            "dots3_note dots3_note_text granite_docling inkling2 inkling2_text internlm3 iquestcoder lfm3 lfm3_vl"
-        ),
-    }.items()
-    for model_type in types.split()
-}
-"""Model type -> of the versions that targets install, the first that builds it; 5.5.4 builds those that are not here.
-
-Source: `CONFIG_MAPPING_NAMES` of each wheel.
-"""
 PICTURES = ("torchvision", "pillow")
 """What transformers 5.23's processors of pictures import, which neither it nor TRL requires (its extra "vlm" does)."""
 OLDER = {"llamafactory": {DELTA: "0.5.2"}}
@@ -84,9 +59,20 @@ def versions(tested: Mapping[str, str], setup: TrainSetup) -> dict[str, str]:
     return {**tested, **HUB_VERSIONS} if older else dict(tested)
 
 
+@cache
+def first_in() -> dict[str, str]:
+    """Model type -> of the versions that targets install, the first that builds it; 5.5.4 builds those not here.
+
+    Source: `CONFIG_MAPPING_NAMES` of each wheel.
+    """
+    with (DATA / "first_in.csv").open(newline="", encoding="utf-8") as file:
+        rows = csv.DictReader(file)
+        return {model_type: row["transformers"] for row in rows for model_type in row["model_types"].split()}
+
+
 def too_new(model: ModelSpec | None, tested: Mapping[str, str]) -> str:
     """Why the transformers of a target's file does not build a model, "" where it does (or has none)."""
-    first, installed = FIRST_IN.get(model.model_type) if model is not None else None, tested.get("transformers")
+    first, installed = first_in().get(model.model_type) if model is not None else None, tested.get("transformers")
     if model is None or first is None or installed is None or _ordered(installed) >= _ordered(first):
         return ""
     return f"its transformers {installed} does not know {model.model_type}, which {first} does"
