@@ -191,6 +191,19 @@ def changes(body: Sequence[ast.stmt]) -> bool:
     return False
 
 
+def counters(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that a body makes of themselves: `step += 1`, `step = step + 1`."""
+    for node in chain.from_iterable(map(ast.walk, body)):
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif (
+            isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.targets[0], ast.Name)
+        ):
+            name = node.targets[0].id
+            if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node.value)):
+                yield name
+
+
 def _condition(test: ast.expr) -> tuple[str, bool]:
     """A condition's text without what only turns it (`not a`, `a is None`), and whether that turned it."""
     match test:

@@ -162,6 +162,12 @@ class Scope:
             scope = scope.parent
         return None
 
+    def imports(self, package: str) -> bool:
+        """Whether the program has certainly imported from a package before."""
+        names = [value.path for value in self.names.values() if isinstance(value, ImportedName)]
+        above = self.parent is not None and self.parent.imports(package)
+        return above or any(path.partition(".")[0] == package for path in names)
+
 
 @dataclass(eq=False, slots=True)
 class Function:
@@ -307,6 +313,38 @@ def same(first: Value | None, other: Value | None) -> bool:
         left, right = plain(first), plain(other)
         return not isinstance(left, Unknown) and type(left) is type(right) and bool(left == right)
     return False
+
+
+def joined(first: dict[str, Value], other: dict[str, Value], place: str) -> dict[str, Value]:
+    """The names that two ways leave, those that they leave different as unknown."""
+    merged: dict[str, Value] = {}
+    spend(len(first) + len(other))
+    for name in {**first, **other}:
+        if name in first and name in other and not same(first[name], other[name]):
+            kept = (end[name] for end in (first, other) if isinstance(end[name], (CallResult, Function, Class)))
+            keep = next(kept, None)
+            different = join_values(first[name], other[name], f"{place} ({name})")
+            # one object or another of the same kind: which of them is used is not known
+            made = [value.name for value in (first[name], other[name]) if isinstance(value, CallResult)]
+            merged[name] = different if keep is None or (len(made) == 2 and made[0] == made[1]) else keep
+        else:
+            merged[name] = first[name] if name in first else other[name]
+    return merged
+
+
+def fits(pattern: ast.pattern, subject: Any) -> bool | None:
+    """Whether a known value has a pattern, None where that is not followed."""
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None:
+        return True
+    if isinstance(subject, Unknown):
+        return None
+    match pattern:
+        case ast.MatchValue(value=ast.Constant(value=value)) | ast.MatchSingleton(value=value):
+            return bool(subject == value)
+        case ast.MatchOr():
+            fits = [fits(alternative, subject) for alternative in pattern.patterns]
+            return True if True in fits else None if None in fits else False
+    return None
 
 
 ARGUMENT_CLASSES = ("TrainingArguments", "Config", "Arguments")
