@@ -101,9 +101,7 @@ def sync_lines(setup: TrainSetup) -> list[Line]:
 
 
 def distributed_config(setup: TrainSetup) -> dict[str, object]:
-    """transformers' `DistributedConfig` as plain values; {} where Accelerate shards."""
-    if not setup.sharded_at_loading:
-        return {}
+    """transformers' `DistributedConfig` as plain values, of a setup that is sharded at loading."""
     config: dict[str, object] = {"tp_size": setup.tensor_degree} if setup.tensor_degree > 1 else {}
     if setup.parallel == "fsdp2":
         config["fsdp_size"] = setup.shards

@@ -43,8 +43,6 @@ class ExportRequest:
     Attributes:
         model_id: hub id or directory, as the user gave it.
         model: its inventory; None where unknown (then "attention" targets take the usual four names).
-        setup: the point to launch.
-        hyper: learning rate and the rest.
         gpu: for the header and the environment; None leaves GPU-specific lines out.
         dataset: None writes a marked placeholder.
         output_dir: relative directory the run writes to.

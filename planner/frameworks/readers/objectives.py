@@ -62,14 +62,6 @@ OF_LANGUAGE = ("CausalLM", "Seq2SeqLM", "PreTraining", "TextEncoding")
 """What transformers' classes of language models are for, as their names end."""
 WITH_AUDIO = ("WhisperForConditionalGeneration", "AutoModelForSpeechSeq2Seq")
 """Classes of models that make text of clips, some of which are planned."""
-RECIPE_PARTS = {
-    "torchtune": (
-        "dpo", "ppo", "grpo", "kd", "distillation", "reward", "qat", "eval", "generate", "quantiz", "teacher_model",
-    ),
-}  # fmt: skip
-"""Tool -> parts of the names of its recipes, models and blocks that are not next-token training on text."""
-TEACHER = {"teacher_model"}
-"""The block that a recipe of distillation has."""
 MARKS = {
     "simpo": {"simpo_gamma", "gamma_beta_ratio"},
     "kto": {"desirable_weight", "undesirable_weight"},
@@ -147,12 +139,6 @@ def of_model(classes: Iterable[str]) -> tuple[str, str]:
         (re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name.removeprefix("AutoModelFor")).lower(), name) for name in automatic
     )
     return next(matches, None) or next(others, ("", ""))
-
-
-def of_recipe(tool: str, words: Iterable[str]) -> str:
-    """The part of a recipe's words that names another training than next-token prediction on text, "" where none."""
-    words = tuple(words)
-    return next((part for part in RECIPE_PARTS[tool] if any(part in word for word in words)), "")
 
 
 def of_settings(values: Mapping[str, Any], name: str, command: str = "") -> tuple[str, bool]:

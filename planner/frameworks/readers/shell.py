@@ -1,4 +1,5 @@
-"""Launch scripts: what a shell would start, of its text alone."""
+"""Launch commands in shell scripts, Slurm jobs and Makefiles: which program or config they start, with which words, of
+their text alone. Functions are followed where they are called, branches as far as it is certain which is taken."""
 
 import operator
 import os
@@ -17,9 +18,6 @@ from planner.core.records import dataclass
 from planner.frameworks.readers import launcher_arguments
 from planner.frameworks.readers.launcher_arguments import LAUNCHERS
 from planner.options.stacks import TARGET_ROWS
-
-# What a shell script holds beside its commands: functions that it calls later, and files that it writes itself.
-
 
 MARK = "\x05"
 """Stands for a file that the script writes: MARK, its number, a blank, its path."""
@@ -113,9 +111,6 @@ def without_functions(lines: Iterable[str], script: Script) -> tuple[str, ...]:
 def positional(words: Sequence[str], quoted: str) -> dict[str, str]:
     """A function's own parameters; `quoted`: its words as one text."""
     return {str(place): word for place, word in enumerate(words, start=1)} | {"@": quoted}
-
-
-# `if` and `case` of a shell script: which branch is certainly taken, and which variables are open behind them.
 
 
 _WORD = re.compile(r"^(if|elif|else|fi)\b\s*(.*)$", re.DOTALL)
@@ -259,9 +254,6 @@ class Branches:
             value = _filled(match[1], variables)
             return None if is_open(value) else (value == match[3]) is (match[2] != "!=")
         return None
-
-
-# Launch commands in shell scripts, Slurm jobs and Makefiles: which program or config they start, with which words.
 
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")

@@ -5,7 +5,6 @@ from typing import Any
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import common
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
-from planner.frameworks.readers.objectives import TEACHER, of_recipe
 from planner.frameworks.readers.sharding import parallel_of
 from planner.frameworks.readers.types import ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
@@ -23,6 +22,10 @@ OPTIMIZERS = {
 IN_BACKWARD = "torchtune-in-bwd"
 """The stack of `optimizer_in_bwd`, which the recipe of whole models on one GPU has."""
 
+OTHER_RECIPES = (
+    "dpo", "ppo", "grpo", "kd", "distillation", "reward", "qat", "eval", "generate", "quantiz", "teacher_model",
+)  # fmt: skip
+"""Parts of the names of recipes, models and blocks that are not next-token training on text."""
 LOSSES = ("CrossEntropyLoss", "CEWithChunkedOutputLoss")
 """Ends of the names of losses of next tokens; its others are of preferences and of teachers."""
 
@@ -37,7 +40,8 @@ def read(settings: Settings) -> ReadConfig:
     named = () if loss else (name.lower(),)  # a name may say what comes after: 3B_sft_for_grpo
     if "quantizer" in settings.values:
         named = (*named, "quantizer", settings.block("quantizer").text("_component_", "").lower())
-    other = of_recipe(FORMAT, (*named, loss.lower(), *(TEACHER & set(settings.values))))
+    named = (*named, loss.lower(), *({"teacher_model"} & set(settings.values)))
+    other = next((part for part in OTHER_RECIPES if any(part in word for word in named)), "")
     if "max_new_tokens" in settings.values:
         other = "generation"
     if not other and loss and not loss.endswith(LOSSES):

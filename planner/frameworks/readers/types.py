@@ -123,9 +123,7 @@ class ReadConfig:
     """One existing config, understood.
 
     Attributes:
-        format: "trl", "axolotl", "llamafactory", "unsloth", "hf-script", "accelerate", "deepspeed",
-            "mlx" or "torchtitan".
-        path: the file.
+        format: a name of `planner.frameworks.tools.TOOLS`.
         model_id: None where the format does not say (Accelerate, DeepSpeed).
         setup: with the tool's own defaults for what is absent; what `missing` names stands there for nothing.
         missing: settings that the file does not determine: no verdict without them.
@@ -133,7 +131,6 @@ class ReadConfig:
         assumptions: defaults and readings a person should know, one sentence each.
         approximations: features the memory model does not follow exactly; they widen the error band.
         refusals: why its tool ends before it trains, whatever the model.
-        dataset: hub id or path, None where none is named.
         keys: TrainSetup field -> (key in the file, value in the file), for `--fix`; nested keys dotted.
         only: TrainSetup field -> the values of it that the versions of this file can run; others: all.
         adapted_tables: names of token tables that get adapters.

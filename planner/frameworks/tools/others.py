@@ -1,11 +1,9 @@
 """Tools whose files are read and not written, but for torchtitan's and DeepSpeed's."""
 
 from dataclasses import replace
-from typing import Any
 
 from planner.frameworks.tools.field import Field, Tool
 from planner.frameworks.tools.transformers import BATCH, CHECKPOINTING, KERNELS, OPTIMIZER, PARALLEL
-from planner.setup import TrainSetup
 
 
 def _read_only(*fields: Field) -> tuple[Field, ...]:
@@ -119,10 +117,6 @@ DEEPSPEED = Tool(
 TOOLS = (DEEPSPEED, SWIFT, LITGPT, TORCHTUNE, TORCHTITAN, ACCELERATE)
 
 
-def _checkpointed(key: str, _: TrainSetup, after: TrainSetup) -> dict[str, Any]:
-    return {key: after.checkpointing > 0}
-
-
 OPTIMIZERS = {"adamw-fused": "adamw", "adafactor": "adafactor", "sgd": "sgd"}
 MLX = Tool(
     name="mlx",
@@ -133,7 +127,12 @@ MLX = Tool(
         Field(of="micro_batch_seqs", key="batch_size", default=4),
         Field(of="accumulation_steps", key="grad_accumulation_steps", default=1),
         Field(of="seq_len_tokens", key="max_seq_length", default=2048),
-        Field(of="checkpointing", key="grad_checkpoint", edit=_checkpointed, runs=(0, 1)),
+        Field(
+            of="checkpointing",
+            key="grad_checkpoint",
+            edit=lambda key, _, after: {key: after.checkpointing > 0},
+            runs=(0, 1),
+        ),
         Field(of="optimizer", key="optimizer", words=OPTIMIZERS, runs=tuple(OPTIMIZERS)),
         Field(of="lora_rank", key="lora_parameters.rank", default=8),
         Field(of="lora_dropout", key="lora_parameters.dropout", default=0.0, fix=False),
