@@ -117,7 +117,12 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     cards = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(request.gpus_per_node)))} if server else {}
     if several_gpus.launched(setup):
         files += accelerate.config_files(request, TARGET)
-        command = common.after(cards, _launched(request, command, file))
+        if setup.objective == "orpo":  # a program is Accelerate's to launch; TRL's own takes its configuration
+            command = accelerate.command(request, f"launch/{ORPO_SCRIPT} --config launch/{file}", TARGET)
+        else:
+            flags = several_gpus.accelerate_flags(request)
+            command += f" --accelerate_config launch/{TARGET}/{accelerate.NAME}{flags}"
+        command = common.after(cards, command)
     elif setup.objective != "orpo":
         # `trl sft` makes the training arguments in its launcher too, which then keeps a CUDA context of its own beside
         # the training process's: 0.5 GiB on an H200 (26 November 2026)
@@ -147,15 +152,6 @@ def _server(request: ExportRequest) -> str:
     options |= {"max_model_len": setup.seq_len_tokens, "dtype": DTYPES[setup.compute_dtype]}
     words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
     return f"CUDA_VISIBLE_DEVICES={request.gpus_per_node} trl vllm-serve {shlex.join(words)}"
-
-
-def _launched(request: ExportRequest, command: str, file: str) -> str:
-    """The command on several GPUs: TRL's own takes Accelerate's configuration, a program is Accelerate's to launch."""
-    if request.setup.objective == "orpo":
-        script = f"launch/{ORPO_SCRIPT} --config launch/{file}"
-        return accelerate.command(request, script, TARGET)
-    flags = several_gpus.accelerate_flags(request)
-    return f"{command} --accelerate_config launch/{TARGET}/{accelerate.NAME}{flags}"
 
 
 def _notes(request: ExportRequest) -> list[str]:

@@ -25,7 +25,7 @@ from planner.frameworks.tools import Tool
 from planner.memory.attention_kernels import attention_refusal, default_attention
 from planner.memory.trained import trained_parameters
 from planner.models.encoders import SEEING, with_vision
-from planner.models.spec import LIKE_BERT, LayerSpec, ModelSpec
+from planner.models.spec import LIKE_BERT, ModelSpec
 from planner.models.stored import packed_as, stored_bits, stored_method
 from planner.models.targets import same_targets
 from planner.options.adapters import ADAPTERS
@@ -553,16 +553,13 @@ def _matched(model: ModelSpec, patterns: Sequence[str]) -> tuple[Sequence[int], 
     numbers, whole = [], not any(re.search(r"\[\d*(:\d*)?\]$", pattern) for pattern in patterns)
     for number, kind in enumerate(model.layer_order):
         layer = model.layer_kinds[kind]
-        hits = [any(pattern.match(f"{layer.path}.{number}.{name}") for pattern in named) for name in _parameters(layer)]
+        parts = [linear.name if linear.module == "parameter" else f"{linear.name}.weight" for linear in layer.linears]
+        parts += [f"{norm.name}.weight" for norm in layer.norms]
+        hits = [any(pattern.match(f"{layer.path}.{number}.{part}") for pattern in named) for part in parts]
         if any(hits):
             numbers.append(number)
             whole = whole and all(hits)
     return numbers, whole
-
-
-def _parameters(layer: LayerSpec) -> list[str]:
-    weights = [linear.name if linear.module == "parameter" else f"{linear.name}.weight" for linear in layer.linears]
-    return [*weights, *(f"{norm.name}.weight" for norm in layer.norms)]
 
 
 def settings_fields(settings: Settings, tool: Tool, *names: str) -> dict[str, Any]:

@@ -399,7 +399,9 @@ def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -
         if assigned and (assigned[2].startswith("(") or len(_words(assigned[2])) <= 1):
             _assign(assigned, line, variables)
             continue
-        for part in _parts(line):
+        placeholders = _Placeholders("\x01")
+        whole = _SUBSTITUTION.sub(placeholders.hold, _QUOTED.sub(placeholders.hold, line))
+        for part in map(placeholders.back, re.split(r"&&|;|\|\||\|(?!\|)", whole)):
             local_variables = dict(variables)
             words = _expanded(_words(part), local_variables)
             if words[:1] == ["cd"] and len(words) == 2 and not is_open(words[1]):
@@ -455,12 +457,6 @@ def _handed_to_shell(words: list[str]) -> str:
         if shell and re.fullmatch(r"-\w*c", flag):
             return text if PurePosixPath(words[0]).name not in SAID_ONLY else ""
     return ""
-
-
-def _parts(line: str) -> list[str]:
-    placeholders = _Placeholders("\x01")
-    parts = re.split(r"&&|;|\|\||\|(?!\|)", _SUBSTITUTION.sub(placeholders.hold, _QUOTED.sub(placeholders.hold, line)))
-    return [placeholders.back(part) for part in parts]
 
 
 class _Placeholders:

@@ -8,10 +8,9 @@ A loop of unknown length is read once. Nothing is imported or executed; modules 
 import ast
 import posixpath
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 
 from planner.core.errors import ConfigError
 from planner.frameworks.readers import versions
@@ -34,6 +33,7 @@ from planner.frameworks.readers.program.reading import (
     Reading,
     Return,
     changes,
+    counters,
     file_of,
 )
 from planner.frameworks.readers.program.source import parsable, tree_of

@@ -131,7 +131,12 @@ def plain_loop(steps: Steps, made: list[CallResult]) -> Loop | None:
         return None
     loss, context = next(iter(steps.backwards.values()))
     forward = _forward(loss)
-    inside = [call for call, where in steps.forwards if where.loader is context.loader and not _prepares(call)]
+    prepares = re.compile("Tokenizer|Processor|Extractor")
+    inside = [
+        call
+        for call, where in steps.forwards
+        if where.loader is context.loader and not (isinstance(call.of, CallResult) and prepares.search(call.of.owner))
+    ]
     updates = [(update, where) for update, where in steps.updates if _optimizer(update) is not None]
     if forward is None or inside != [forward] or len({id(_optimizer(update)) for update, _ in updates}) != 1:
         return None
@@ -163,10 +168,6 @@ def plain_loop(steps: Steps, made: list[CallResult]) -> Loop | None:
     stack = STACKS[mixed][keeps]
     scales = accelerator is not None or bool(updates[0][0].positional)
     return Loop(trainer, stack, _evaluated(steps, context.loader, batch), scales)
-
-
-def _prepares(call: CallResult) -> bool:
-    return isinstance(call.of, CallResult) and re.search("Tokenizer|Processor|Extractor", call.of.owner) is not None
 
 
 def _forward(loss: Value) -> CallResult | None:

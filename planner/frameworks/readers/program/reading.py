@@ -1,8 +1,9 @@
 """What one reading of a program knows and keeps: the outside, what was found, where it stands."""
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
+from itertools import chain
 from typing import Any
 
 from planner.core.records import dataclass

@@ -342,8 +342,8 @@ def fits(pattern: ast.pattern, subject: Any) -> bool | None:
         case ast.MatchValue(value=ast.Constant(value=value)) | ast.MatchSingleton(value=value):
             return bool(subject == value)
         case ast.MatchOr():
-            fits = [fits(alternative, subject) for alternative in pattern.patterns]
-            return True if True in fits else None if None in fits else False
+            answers = [fits(alternative, subject) for alternative in pattern.patterns]
+            return True if True in answers else None if None in answers else False
     return None
 
 
