@@ -134,7 +134,7 @@ def value_words(setup: TrainSetup, name: str) -> str:
         case "rollout":
             return f"{setup.rollout_settings.num_generations} of each prompt, {rollout_words(setup)}"
         case "accumulation_steps":
-            return f"{value} ({setup.global_batch_seqs:,} sequences a step)"
+            return f"{value} ({setup.global_batch_seqs:,} {setup.objective_spec.sample}s a step)"
         case "seq_len_tokens":
             return f"{value:,} tokens"
     if isinstance(value, bool):

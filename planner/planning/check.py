@@ -207,7 +207,8 @@ def _evaluation_notes(config: ReadConfig, model: ModelSpec, decides_bytes: int) 
         if around.evaluates_whole(config.setup):
             keeps = "Liger's loss makes no logits in training alone"
         more = f"takes more than a step, up to {gib(decides_bytes)}"
-        notes.append(f"the evaluation of {config.eval_seqs} sequences at once {more}: {keeps}")
+        samples = f"{config.eval_seqs} {config.setup.objective_spec.sample}s"
+        notes.append(f"the evaluation of {samples} at once {more}: {keeps}")
     if _keeps_all_logits(config):
         each = gib(2 * around.logits_bytes(model, config.setup))
         notes.append(

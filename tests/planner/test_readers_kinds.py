@@ -749,6 +749,8 @@ def test_an_objective_that_a_person_names_is_read_as_one_that_the_file_names(nam
     text = OF_PAIRS + "max_prompt_length: 128\nprecompute_ref_log_probs: true\nuse_peft: true\n"
     named = read_text(text, "a.yaml", around=FileContext(objective=name, versions={"trl": "0.28"}))
     assert named.setup == of_trl("0.28", text, f"{name}.yaml").setup
+    beside = FileContext(roots=(Path(f"recipes/zephyr/{name}"),), versions={"trl": "0.28"})
+    assert read_text(text, "a.yaml", around=beside).setup == named.setup
     says(named, "objective loss lora_dropout precomputed_reference", (name, "full", 0.0, True))
     own = '{"model_name_or_path": "gpt2", "per_device_train_batch_size": 4, "max_length": 64, "beta": 0.1}'
     of_program = read_text(own, "a.json", around=FileContext(objective=name))

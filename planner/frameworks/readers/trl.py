@@ -5,7 +5,7 @@ from typing import Any
 from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
-from planner.frameworks.readers.objectives import of_settings, refusal, refuse, rollout_fields
+from planner.frameworks.readers.objectives import NAMED, PAIRS, of_settings, refusal, refuse, rollout_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, fsdp_words, loaded, parallel_of, zero_stage
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
@@ -75,7 +75,12 @@ def _objective(settings: Settings) -> Objective:
         raise refusal(f"{name}: objective {objective}")
     if settings.raw("do_train") is False and settings.raw("do_eval") is True:
         raise NotATraining(f"{name}: do_train is false: not a training", hint="give the config of a training")
-    if not certain:
+    folder = next((root.name for root in settings.outside.roots), "")  # recipes/zephyr-7b-beta/dpo/config_full.yaml
+    named = {*NAMED.findall(folder.lower())} & {*PAIRS}
+    if not certain and len(named) == 1:
+        (objective,) = named
+        settings.assume(f"objective {objective}: by its folder's name")
+    elif not certain:
         kinds = "of which kind (dpo, kto, orpo) the command that it is for says"
         settings.ask("objective", f" has beta: preferences, {kinds}")
     return OBJECTIVES[objective]
