@@ -13,6 +13,7 @@ from planner.hardware.gpus import all_gpus
 from planner.models import catalogue
 from planner.options.absent import absent
 from planner.options.adapters import ADAPTERS
+from planner.options.objectives import OBJECTIVES, Objective
 from planner.setup.interchange import to_jsonable
 from reports.terminal import render_gpus, render_models
 
@@ -73,7 +74,21 @@ def glossary() -> dict[str, str]:
             named = row.title if plain(row.title).startswith(plain(row.name)) else f"{row.name} ({row.title})"
             published = f"Published: {row.quality}. " if row.quality else ""
             words[named] = f"An adapter: {row.what}. {published}Source: {row.source}."
+    for objective in OBJECTIVES.values():
+        named = f"{objective.name} ({objective.title})"
+        words[named] = f"An objective, of {objective.sample}s{_asks(objective)}. Data: {objective.columns}."
     return words
+
+
+def _asks(objective: Objective) -> str:
+    """What a step of an objective is beside a supervised one, for people."""
+    rows = (
+        (objective.rolls_out, "its step begins by generating them (--generator)"),
+        (objective.reference, "a reference model is asked about them"),
+        (objective.head == "score", "the model scores them in the place of predicting tokens"),
+        (objective.whole_batch, "those of a batch are contrasted with each other"),
+    )
+    return "".join(f"; {words}" for holds, words in rows if holds)
 
 
 def plain(word: str) -> str:
@@ -100,6 +115,7 @@ def explain(
         typer.echo(textwrap.fill(text, WIDTH, subsequent_indent="  "))
         return
     matches = matches or [term for term in words if phrase in plain(term)]
+    matches = matches or [term for term, meaning in words.items() if phrase in plain(meaning)][:3]
     if not matches or not phrase:
         from rapidfuzz import process
 

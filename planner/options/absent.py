@@ -106,7 +106,19 @@ _ROWS: Mapping[str, tuple[str, str]] = {
         "TRL's experimental CPOTrainer is not predicted here; as ORPO's, its loss asks no reference model",
         "--objective orpo",
     ),
-    "ipo": ("it is DPO's step under another loss_type, of the same memory and speed", "--objective dpo"),
+    "ipo mpo apo": ("it is DPO's step under another loss_type, of the same memory and speed", "--objective dpo"),
+    "gspo dapo dr-grpo bnpo cispo sapo": (
+        "it is GRPO's step with another loss_type or importance_sampling_level, of the same memory and speed",
+        "--objective grpo",
+    ),
+    "online-dpo xpo nash-md": (
+        "nothing here predicts a reward model that judges pairs in the step",
+        "--objective grpo",
+    ),
+    "prm process-reward": (
+        "TRL's experimental PRMTrainer scores steps of an answer: not predicted",
+        "--objective reward",
+    ),
     "ppo": ("nothing here predicts a value model beside the policy", "--objective grpo"),
 }
 ABSENT = {name: row for names, row in _ROWS.items() for name in names.split()}

@@ -8,6 +8,7 @@ import pytest
 from finetune_planner.cli.app import run
 from finetune_planner.cli.lists import glossary, plain
 from planner.options.adapters import ADAPTERS
+from planner.options.objectives import OBJECTIVES
 from planner.options.optimizers import OPTIMIZERS
 
 BASH, ZSH = "complete_bash", "complete_zsh"
@@ -62,6 +63,21 @@ def test_every_kind_of_adapter_is_explained_from_its_own_row(capsys: pytest.Capt
         out = " ".join(capsys.readouterr().out.split())
         assert row.what in out
         assert row.title.lower() in out.lower()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        *((row.name, row.columns) for row in OBJECTIVES.values()),
+        ("num_generations", "vllm"),
+        ("gspo", "--objective grpo"),
+    ],
+)
+def test_every_objective_is_explained_and_a_word_by_the_meaning_that_has_it(
+    word: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["explain", word]) == 0
+    assert says in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_words_of_a_usual_plan_are_in_the_glossary() -> None:
