@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune_planner.app.progress import say
 from finetune_planner.cli.options import Lookup
@@ -118,7 +118,11 @@ def request_of(
         tell(f"warning: {data.dataset}, {stats.refused}; launch files stop there")
     lengths = choice
     if objective.rolls_out:  # the samples that are made of the prompts
-        rollout = request.fixed().get("rollout", (Rollout(),))[0]
+        usual = Rollout.usual(request.seq_len) if request.seq_len else Rollout()
+        rollout = request.fixed().get("rollout", (usual,))[0]
+        if request.seq_len is None:  # the prompts' length beside the completions', which would be half of both
+            flags: dict[str, Any] = {"completion_len": rollout.completion_tokens}
+            request = replace(request, **flags)
         more = rollout.num_generations * choice.epoch_seqs
         lengths = replace(
             choice,

@@ -366,6 +366,7 @@ def test_a_reward_that_asks_for_what_the_data_have_not_stops_before_training(
     assert "- the reward: launch/trl/rewards.py is a stand-in to replace" in readme
     look, config = "launch/trl/rewards.py", "launch/trl/trl-grpo.yaml"
     assert f"python {look} {config}" in (out / "launch" / "run.sh").read_text()
+    assert "max_completion_length: 512  # planned for prompts of 64 tokens" in (out / config).read_text()
     scope = {"__name__": "rewards", "__file__": look}
     exec((out / look).read_text(), scope)
     with pytest.MonkeyPatch.context() as patch:
