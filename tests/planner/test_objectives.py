@@ -15,7 +15,6 @@ from planner.frameworks.exporters.folder import folder_files
 from planner.frameworks.hyperparameters import choose
 from planner.frameworks.readers import FileContext
 from planner.frameworks.readers.read import read_config, read_text
-from planner.frameworks.readers.types import ReadConfig
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
@@ -199,13 +198,6 @@ ROLLOUT = Rollout(
 )
 
 
-def asked_length(config: ReadConfig, objective: str) -> TrainSetup:
-    """What was read, of an objective whose file does not say how long prompts are."""
-    unsaid = OBJECTIVES[objective].rolls_out and config.setup.rollout_settings.generator != "vllm-sleep"
-    assert [missing.field for missing in config.missing] == ["seq_len_tokens"] * unsaid
-    return config.setup
-
-
 @pytest.mark.parametrize("objective", BY_TRL)
 @pytest.mark.parametrize("method", ["full", "qlora"])
 def test_trl_files_are_read_back(objective: str, method: str) -> None:
@@ -219,7 +211,8 @@ def test_trl_files_are_read_back(objective: str, method: str) -> None:
         )
     config = read_text(text_of(setup), f"{objective}.yaml")
     assert not config.unknown_keys
-    assert asked_length(config, objective).replace(seq_len_tokens=512) == setup.replace(adapter_dtype="auto")
+    assert config.setup == setup.replace(adapter_dtype="auto")
+    assert not config.missing
 
 
 @pytest.mark.parametrize(
@@ -368,7 +361,8 @@ def test_programs_with_trls_trainers_are_read(objective: str) -> None:
     if OBJECTIVES[objective].rolls_out:
         usual = Rollout(num_generations=2, reference=True) if objective == "rloo" else Rollout()
         expected = expected.replace(seq_len_tokens=1024, rollout=usual, lora_dropout=0.1)
-    assert asked_length(config, objective).replace(expandable_segments=False) == expected
+    assert [gap.field for gap in config.missing] == ["seq_len_tokens"] * OBJECTIVES[objective].rolls_out
+    assert config.setup.replace(expandable_segments=False) == expected
 
 
 @pytest.mark.parametrize(

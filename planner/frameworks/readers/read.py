@@ -106,6 +106,8 @@ def read_text(
 
 _HEADER = re.compile(rf"^# {WRITTEN}\d.*?^# {LAUNCH}(.*?)$", re.MULTILINE | re.DOTALL)
 """The head of a plan's own file, with the command that starts it."""
+_COMPLETIONS = re.compile(r" completions of (\d+)\s+(?:#\s+)?tokens\.")
+"""What it says of samples that are generated."""
 
 
 def _own_launch(text: str, name: str, around: FileContext) -> shell.Command | None:
@@ -172,7 +174,19 @@ def _read(text: str, name: str, around: FileContext, launcher: str | None = None
         words = {"num_processes": around.num_gpus} if around.num_gpus > 1 else {}  # as `accelerate launch` takes them
         return under_launcher(lambda inside: _read(text, name, inside), launcher, around, words)
     reading = _of_kind(text, name, around)
-    return replace(reading, planned=True) if _HEADER.search(text) else reading
+    head = _HEADER.search(text)
+    return replace(_with_prompts(reading, head[0]), planned=True) if head else reading
+
+
+def _with_prompts(reading: ReadConfig, head: str) -> ReadConfig:
+    """The reading with the prompts that a plan's own file is for, where none of its settings cuts them."""
+    planned, made = _COMPLETIONS.search(head), reading.setup.rollout_settings.completion_tokens
+    missing = tuple(gap for gap in reading.missing if gap.field != "seq_len_tokens")
+    if planned is None or missing == reading.missing or int(planned[1]) <= made:
+        return reading
+    setup = reading.setup.replace(seq_len_tokens=int(planned[1]))
+    assumption = f"prompts of {setup.prompt_tokens} tokens, as it was planned for"
+    return replace(reading, setup=setup, missing=missing, assumptions=(*reading.assumptions, assumption))
 
 
 def _of_kind(text: str, name: str, around: FileContext) -> ReadConfig:
