@@ -1,16 +1,19 @@
 """`plan check --dataset`: a file on its own samples, which are seldom as long as it cuts them: how long its
 micro-batches get, and what padding and short rows leave of its speed."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from finetune_planner.cli.answer import read_data
 from finetune_planner.cli.request_options import DataOptions
-from planner.core.errors import UsageError
+from planner.core.errors import ConfigError, UsageError
+from planner.core.inputs import parse_json
 from planner.core.units import percent, seconds
 from planner.frameworks.readers import ReadConfig
+from planner.frameworks.readers.loading import read_bounded
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Data, Workload
@@ -38,21 +41,35 @@ def read_samples(data: DataOptions, spec: ModelSpec, setup: TrainSetup) -> Datas
     stats = read_data(data.checked(), spec, objective)
     if stats is None:
         raise UsageError(f"no data set {data.dataset} on this machine", hint="--dataset FILE, or leave it out")
-    stats = replace(
-        stats, columns="", starts_tokens=()
-    )  # the file's own trainer cuts what is longer, and drops nothing
+    # the file's own trainer cuts what is longer, and drops nothing
+    stats = replace(stats, columns="", starts_tokens=())
     return stats.with_pictures(image_tokens(spec, setup.images)) if setup.images is not None else stats
 
 
 def data_beside(file: Path, config: ReadConfig) -> str:
     """What is said where a file names data that lie here and nobody gave them; "" where it names none."""
-    listed = config.values.get("datasets")
-    named = [entry.get("path") for entry in listed if isinstance(entry, Mapping)] if isinstance(listed, list) else []
-    for name in (config.dataset, *named):
-        for path in (file.parent / name, Path(name)) if isinstance(name, str) and name else ():
-            if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and path.is_file():
-                return f"{name} lies here: --dataset {path} counts its samples, which may be shorter"
+    for name, path in _named_data(file, config):
+        if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and path.is_file():
+            return f"{name} lies here: --dataset {path} counts its samples, which may be shorter"
     return ""
+
+
+def _named_data(file: Path, config: ReadConfig) -> Iterator[tuple[str, Path]]:
+    """What a file calls its data, and where that may lie: LLaMA-Factory's names stand in a table."""
+    listed = config.values.get("datasets")
+    entries = [entry.get("path") for entry in listed if isinstance(entry, Mapping)] if isinstance(listed, list) else []
+    names = [name for name in (config.dataset, *entries) if isinstance(name, str) and name]
+    folders = dict.fromkeys((file.parent, Path()))
+    yield from ((name, folder / name) for name in names for folder in folders)
+    for folder in folders:
+        table = folder / str(config.values.get("dataset_dir", "data")) / "dataset_info.json"
+        if config.format == "llamafactory" and table.is_file():
+            with suppress(ConfigError):
+                described = parse_json(read_bounded(table), table.name, hint="")
+                for name in ",".join(names).split(","):
+                    entry = described.get(name.strip()) if isinstance(described, Mapping) else None
+                    if isinstance(entry, Mapping) and isinstance(entry.get("file_name"), str):
+                        yield name.strip(), table.parent / entry["file_name"]
 
 
 def as_long(setup: TrainSetup, longest_tokens: int | None) -> TrainSetup:

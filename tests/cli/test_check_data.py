@@ -113,3 +113,12 @@ def test_data_of_prompts_say_nothing_of_completions(folder: Path, capsys: pytest
     words = ["check", "a.yaml", "--gpu", "h100-sxm", "--no-dry-run", "--set", "seq_len=1024"]
     assert run([*words, "--dataset", "short.jsonl"]) == 2
     assert "completions are made" in capsys.readouterr().err
+
+
+def test_data_that_llamafactory_names_in_its_table_are_seen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "model_name_or_path: ./model\nstage: sft\ndo_train: true\nfinetuning_type: lora\ndataset: identity, mine\n"
+    Path("a.yaml").write_text(text + "cutoff_len: 2048\nbf16: true\n")
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text('{"mine": {"file_name": "../short.jsonl"}}')
+    assert run(["check", "a.yaml", "--gpu", "h100-sxm", "--no-dry-run"]) == 0
+    assert "mine lies here: --dataset data/../short.jsonl" in " ".join(capsys.readouterr().out.split())

@@ -130,8 +130,11 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
     """A JSON object as plain values.
 
     Raises:
-        ConfigError: not JSON, too deep, or not an object.
+        ConfigError: not JSON, too deep, or not an object; NotATraining: an array, or an object a line.
     """
+    first, _, rest = text.strip().partition("\n")
+    if first.endswith("}") and rest.startswith("{"):
+        raise NotATraining(f"{name} holds an object a line, as data do", hint="give the config; --dataset takes data")
     return _mapping(inputs.parse_json(text, name, hint="correct it at that place"), name)
 
 
