@@ -282,7 +282,7 @@ def check(
     prediction = replace(of_step, peak_device_bytes=evaluation) if decides else of_step
     predict = cache(with_extras(predict, config, model, gpu))
     step_band = band_of(of_step, config)
-    step_band = Band(1 - (1 - step_band.below) * (1 - less_fraction), step_band.above)
+    step_band = Band(step_band.below + (1 - step_band.below) * less_fraction, step_band.above)
     band = Band(max(step_band.below, EVALUATION_BAND_FRACTION), 0.0) if decides else step_band
 
     changes: list[Change] = []

@@ -50,6 +50,11 @@ def single_changes(
             if OPTIMIZERS[setup.optimizer].adamw and name != setup.optimizer
         ),
         *_batches(setup),
+        *(
+            (f"{package} of today", {field: ""}, False)
+            for field, package in (("trl_version", "TRL"), ("bitsandbytes_version", "bitsandbytes"))
+            if getattr(setup, field)
+        ),
         *_weights(setup, gpu),
         *(
             (f"adapters of rank {rank}", {"lora_rank": rank}, True)

@@ -700,3 +700,12 @@ def test_a_version_that_loads_faster_than_it_quantizes_holds_16_bits_while_it_lo
     result = check(config, model, card, 12 * GIB, lambda setup: predict(model, card, setup))
     assert any("up to 14.19 GiB while it loads" in note for note in result.notes) == ahead
     assert result.verdict is (Verdict.UNCERTAIN if ahead else Verdict.FITS)
+
+
+def test_the_trl_of_today_is_a_change_where_an_older_one_needs_more() -> None:
+    """TRL 1.10's chunked loss copies the whole head (`SetupValues.widens_head`)."""
+    setup = TrainSetup(loss="chunked", trl_version="1.10", micro_batch_seqs=1)
+    (newer,) = (after for label, after, _ in single_changes(setup, GPU, MODEL) if label == "TRL of today")
+    saved = predict(MODEL, GPU, setup).peak_allocated_bytes - predict(MODEL, GPU, newer).peak_allocated_bytes
+    assert saved > 4 * MODEL.vocab_size * MODEL.hidden_size
+    assert not [label for label, _, _ in single_changes(newer, GPU, MODEL) if "today" in label]
