@@ -617,7 +617,8 @@ SAY: dict[str, dict[str, object]] = {
     "lora_targets": {
         # names of modules that a program collects are every linear layer
         "def find_all_linear_names(model):\n    names = set()\n    for name, one in model.named_modules():\n"
-        "        names.add(name)\n    return list(names)\n"
+        "        if isinstance(one, torch.nn.Linear):\n            names.add(name.split('.')[-1])\n"
+        "    if 'lm_head' in names:\n        names.remove('lm_head')\n    return list(names)\n"
         "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
         "lora = LoraConfig(r=8, target_modules=find_all_linear_names(model))\n"
         "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=lora).train()\n": "all-linear",

@@ -715,7 +715,8 @@ class Reader(Reading):
             self.entered_at.pop()
         others = self.maybe_returned.pop()
         collects = any(part in node.name.lower() for part in ("linear", "target", "module", "lora"))
-        if isinstance(plain(result), Unknown) and isinstance(node, ast.FunctionDef) and collects:
+        none = isinstance(result, ListValue) and not result.items  # where no module is taken for one
+        if (none or isinstance(plain(result), Unknown)) and isinstance(node, ast.FunctionDef) and collects:
             walked = (child for child in ast.walk(node) if isinstance(child, ast.Attribute))
             if any(child.attr == "named_modules" for child in walked):  # names of every linear layer
                 return Constant("all-linear", f"{call.where}, {node.name}()")
