@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.core.errors import ConfigError, Undetermined, UsageError
+from planner.core.errors import ConfigError, NotPlanned, Undetermined, UsageError
 from planner.frameworks.exporters.common import USUAL_LINEAR_MODULES
 from planner.frameworks.readers import FileContext, read_config, read_text
 from planner.frameworks.readers.rewrite import rewrite
@@ -16,7 +16,7 @@ from planner.models import catalogue
 from planner.models.resolve import resolve_model
 from planner.models.targets import lora_linears
 from planner.options.images import Images
-from tests.planner.helpers import says
+from tests.planner.helpers import open_fields, says
 
 PROGRAM = """
 import os, sys
@@ -117,6 +117,33 @@ NOTEBOOKS = {
     "a program that it writes and starts elsewhere": cells(f"%%writefile written.py\n{WRITTEN}", "import os"),
     "a file that it writes": cells(f"%%writefile run.yaml\n{AXOLOTL}", "!axolotl train \\\n  run.yaml"),
 }
+
+
+SUBMITS = (
+    "from sagemaker.huggingface import HuggingFace\nfrom sagemaker.train import ModelTrainer\n"
+    "from sagemaker.train.configs import Compute, SourceCode\nfrom sagemaker.train.distributed import Torchrun\n"
+    "steps = 8\nparameters = {'per_device_train_batch_size': 4, 'bf16': True, 'gradient_accumulation_steps': steps}\n"
+)
+SUBMITTED = {
+    "an estimator": "HuggingFace(entry_point='train.py', source_dir='scripts', instance_type='ml.g5.12xlarge', "
+    "distribution={'torch_distributed': {'enabled': True}}, hyperparameters=parameters).fit()\n",
+    "a trainer of jobs": "ModelTrainer(source_code=SourceCode(source_dir='scripts', entry_script='train.py'), "
+    "compute=Compute(instance_type='ml.g5.12xlarge'), distributed=Torchrun(), hyperparameters=parameters).train()\n",
+}
+
+
+@pytest.mark.parametrize("job", SUBMITTED)
+def test_what_is_submitted_to_sagemaker_is_read_as_its_containers_start_it(job: str, tmp_path: Path) -> None:
+    own = 'args.gradient_accumulation_steps = int(os.environ.get("STEPS", 1))\n'
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text(PROGRAM.replace(own, ""))
+    for name, text in (("job.py", SUBMITS + SUBMITTED[job]), ("job.ipynb", cells(SUBMITS, "!ls", SUBMITTED[job]))):
+        setup = read(tmp_path, name, text).setup
+        assert (setup.micro_batch_seqs, setup.accumulation_steps, setup.num_gpus) == (4, 8, 4)
+    with pytest.raises(NotPlanned, match="SageMaker's own engine"):
+        read(tmp_path, "job.py", SUBMITS + SUBMITTED["an estimator"].replace("torch_distributed", "smdistributed"))
+    open_words = SUBMITS.replace("'per_device_train_batch_size': 4", "'per_device_train_batch_size': input()")
+    assert "micro_batch_seqs" in open_fields(read(tmp_path, "job.py", open_words + SUBMITTED[job]))
 
 
 SHELLS = {

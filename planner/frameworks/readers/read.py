@@ -38,7 +38,8 @@ from planner.frameworks.readers.loading import (
     parse_toml,
     read_bounded,
 )
-from planner.frameworks.readers.program.source import of_cells, of_notebook, of_requirements
+from planner.frameworks.readers.program.source import Source, of_cells, of_notebook, of_requirements, of_script
+from planner.frameworks.readers.sagemaker import submitted
 from planner.frameworks.readers.sharding import LAUNCHERS
 from planner.frameworks.readers.types import EXPANDABLE, ReadConfig
 from planner.frameworks.readers.values import FileContext, Settings
@@ -192,9 +193,14 @@ def _with_prompts(reading: ReadConfig, head: str) -> ReadConfig:
 def _of_kind(text: str, name: str, around: FileContext) -> ReadConfig:
     if name.endswith(".py") and torchtitan.is_registry(text):
         return torchtitan.read_registry(text, name, around)
-    if name.endswith(".py"):
-        return script.read(text, name, around)
     launches = Launches(name, _read)
+    if name.endswith(".py"):
+        try:
+            return script.read(text, name, around)
+        except NotATraining:
+            if (reading := _of_job(of_script(text), launches, around)) is not None:
+                return reading
+            raise
     if name.endswith(".ipynb"):
         return _of_notebook(text, launches, around)
     if name.endswith(shell.SUFFIXES) or name in MAKEFILES:
@@ -276,11 +282,19 @@ def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
     return block, parsed._replace(values=parsed.values[block], lines=lines)
 
 
+def _of_job(source: Source, launches: Launches, around: FileContext) -> ReadConfig | None:
+    """What a program that trains nothing itself submits to SageMaker."""
+    commands, said = submitted(source, launches.name, around)
+    return launches.first(commands, replace(around, versions={**said, **around.versions})) if commands else None
+
+
 def _of_notebook(text: str, launches: Launches, around: FileContext) -> ReadConfig:
     source = of_notebook(text, launches.name)
     try:
         return script.read("", launches.name, around, source)
     except NotATraining:
+        if (reading := _of_job(source, launches, around)) is not None:
+            return reading
         commands, written = of_cells(text)
         named = {**written, **{path.rpartition("/")[2]: content for path, content in written.items()}}
         commands += "".join(f"\npython {path}" for path in written if path.endswith(".py") and path not in commands)
@@ -312,8 +326,10 @@ def read_config(
     if path.is_dir():
         raise ConfigError(f"{path} is a directory", hint="give the config file in it")
     if path.suffix not in SUFFIXES and path.name not in MAKEFILES:
+        told = path.suffix in (".md", ".rst", ".txt") or path.name.startswith("Dockerfile")
+        hint = "put the command that trains into a .sh file" if told else "rename it"
         raise ConfigError(
-            f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint="rename it, or give the file that trains"
+            f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint=f"{hint}, or give the file that trains"
         )
     text = read_bounded(path)
     reading = read_text(

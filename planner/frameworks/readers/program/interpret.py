@@ -384,7 +384,9 @@ class Reader(Reading):
             self.modules[name] = None
             path = f"{name}.py"
             enough = len(self.modules) > 400 or len(self.program.sources) >= MAX_MODULES
-            enough = enough or self.source_bytes > MAX_SOURCE_BYTES or name.partition("/")[0] in LIBRARIES
+            top, below, _ = name.partition("/")
+            enough = enough or top in LIBRARIES or (bool(below) and top in sys.stdlib_module_names)
+            enough = enough or self.source_bytes > MAX_SOURCE_BYTES
             text = None if enough else self.outside.read_relative(path)
             if text is None and not enough:
                 path = f"{name}/__init__.py"

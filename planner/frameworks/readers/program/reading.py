@@ -31,6 +31,7 @@ MAX_SOURCE_BYTES = 600_000
 LIBRARIES = frozenset({
     "accelerate", "bitsandbytes", "datasets", "deepspeed", "evaluate", "numpy", "pandas", "peft", "torch",
     "transformers", "trl", "unsloth", "vllm", "wandb", "ray", "lightning", "omegaconf", "hydra",
+    "azure", "google", "langchain", "llama_index", "matplotlib", "mlflow", "sagemaker", "scipy", "sklearn",
 })  # fmt: skip
 """Packages that stay foreign code where their own source lies beside the program."""
 LENGTH_NAMES = frozenset({

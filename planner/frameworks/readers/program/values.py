@@ -349,8 +349,8 @@ def fits(pattern: ast.pattern, subject: Any) -> bool | None:
 
 ARGUMENT_CLASSES = ("TrainingArguments", "Config", "Arguments")
 TOKENIZER_TRAINERS = ("BpeTrainer", "WordPieceTrainer", "UnigramTrainer", "WordLevelTrainer")
-STARTERS = ("TorchTrainer", "DataParallelTrainer", "HorovodTrainer")
-"""Ray's classes that start a function on workers."""
+STARTERS = ("TorchTrainer", "DataParallelTrainer", "HorovodTrainer", "ModelTrainer")
+"""Ray's classes that start a function on workers, and SageMaker's that submits a program."""
 ARGUMENT_DEFAULTS = {
     "fp16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 8, "deepspeed": None,
     "gradient_accumulation_steps": 1, "max_steps": -1, "do_train": False, "do_eval": False, "fsdp": None,
