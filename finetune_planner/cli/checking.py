@@ -20,6 +20,7 @@ from planner.frameworks.readers import ReadConfig, read_config
 from planner.frameworks.readers.loading import read_bounded
 from planner.frameworks.readers.read import installs
 from planner.frameworks.readers.sharding import LAUNCHERS
+from planner.frameworks.readers.shell import SUFFIXES as SHELL_SUFFIXES
 from planner.frameworks.readers.types import Missing, determined, overrides, parse_sets, parse_versions
 from planner.frameworks.tools import TOOLS
 from planner.hardware.cluster import Cluster
@@ -135,7 +136,8 @@ def load(file: Path, gpu: str, request: CheckRequest | None = None) -> tuple[Rea
     try:
         return _loaded(file, card, request)
     except PlannerError as error:
-        error.hint = exact(error.hint, file, card.key, request.arguments or ())
+        started = file.suffix in (".py", ".ipynb") and not error.message.startswith(file.name)  # a job that it submits
+        error.hint = exact(error.hint, Path("FILE") if started else file, card.key, request.arguments or ())
         raise
 
 
@@ -375,7 +377,6 @@ def as_document(
 
 ANY = "plan trace -- python FILE"
 """How the readers' hints name it."""
-_SHELLS = (".sh", ".bash")
 
 
 def exact(hint: str, file: Path, card: str, words: Sequence[str] = ()) -> str:
@@ -385,7 +386,7 @@ def exact(hint: str, file: Path, card: str, words: Sequence[str] = ()) -> str:
         words: of the program's command line, as far as they are known.
     """
     traced = f"plan trace --gpu {card} --"
-    if file.suffix in _SHELLS:
+    if file.suffix in SHELL_SUFFIXES:
         return hint.replace(ANY, f"{traced} {shlex.join(['bash', str(file)])}")
     if file.suffix == ".py":
         return hint.replace(ANY, f"{traced} {_python(file, words)}")

@@ -80,6 +80,10 @@ class NotPlanned(ConfigError):
     """A training whose memory is not modelled: another objective, another adapter, a loop of its own."""
 
 
+class OwnLoop(NotPlanned):
+    """A loop that cannot be read without running it."""
+
+
 class Undetermined(ConfigError):
     """A file that leaves open what decides the answer; the hint names the options that supply it."""
 

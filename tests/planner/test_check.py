@@ -382,7 +382,10 @@ def test_fix_says_what_the_written_file_needs_that_the_old_one_did_not(checked: 
     assert "needs, where it runs: pip install bitsandbytes" in checked(text, "--fix", "--memory-gib", "9")[1]
 
 
-@pytest.mark.parametrize(("name", "command"), [("my loop.py", "python '{}'"), ("loop.py", "python {}")])
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("my loop.py", "python '{}'"), ("loop.py", "python {}"), ("job.sbatch", "bash {}"), ("job.py", "python FILE")],
+)
 def test_what_cannot_be_read_is_sent_to_a_command_that_runs_as_printed(
     tmp_path: Path, checked: Checked, name: str, command: str
 ) -> None:
@@ -392,9 +395,19 @@ def test_what_cannot_be_read_is_sent_to_a_command_that_runs_as_printed(
         "optimizer = torch.optim.AdamW(model.parameters())\nfor batch in batches:\n"
         "    model(**batch).logits.mean().backward()\n    optimizer.step()\n"
     )
+    if name.startswith("job"):  # what starts the loop
+        (tmp_path / "steps.py").write_text(text)
+        submits = "from sagemaker.pytorch import PyTorch\nPyTorch(entry_point='steps.py').fit()\n"
+        text = submits if name.endswith(".py") else "srun python steps.py\n"
     code, _, err = checked(text, name=name, gpu="RTX 4090")
     assert code == 2
     assert f"plan trace --gpu rtx-4090 -- {command.format(tmp_path / name)} runs it" in err
+
+
+@pytest.mark.parametrize("name", ["README.md", "Dockerfile.train"])
+def test_commands_among_other_text_are_no_file_to_rename(name: str, checked: Checked) -> None:
+    code, _, err = checked("accelerate launch train.py", name=name)
+    assert (code, "put the command that trains into a .sh file" in err) == (2, True)
 
 
 def test_the_model_that_was_planned_for_is_shown(checked: Checked) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from planner.core.errors import NotATraining, NotPlanned
 from planner.frameworks.readers import FileContext, ReadConfig, read_text
-from tests.planner.helpers import says
+from tests.planner.helpers import open_fields, says
 
 HEAD = """
 import torch
@@ -115,6 +115,13 @@ def test_what_a_loop_says_of_its_step_counts(body: str, fields: dict[str, object
 )
 def test_what_only_running_a_loop_tells_is_asked_for(body: str, field: str) -> None:
     assert field in {gap.field for gap in read(body).missing}
+
+
+def test_a_condition_of_a_step_is_no_question_of_the_objective() -> None:
+    """Where it never holds the loop takes no step: what it trains was asked for."""
+    loop = "model.train()\nfor i in range(len(ds)):\n    loss = model(**ds[i]).loss\n    loss.backward()\n"
+    body = "opt = torch.optim.AdamW(model.parameters())\n" + loop + "    if (i + 1) % 4 == 0:\n        opt.step()\n"
+    assert "objective" not in open_fields(read(body))
 
 
 def test_a_larger_evaluation_of_a_loop_counts() -> None:

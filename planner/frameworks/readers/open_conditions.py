@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from operator import attrgetter
 
-from planner.core.errors import ConfigError, NotPlanned
+from planner.core.errors import ConfigError, NotPlanned, OwnLoop
 from planner.core.records import dataclass
 from planner.frameworks.readers.types import Missing, ReadConfig
 from planner.frameworks.tools import changed_fields
@@ -47,7 +47,9 @@ class _ConditionSearch:
             try:
                 readings[truth] = self.read({**self.decided, **dict.fromkeys(tests, truth)})
             except NotPlanned as error:
-                if reason:
+                if reason and (
+                    self.reading.call_line or not isinstance(error, OwnLoop)
+                ):  # else: it takes no step there
                     self.open_fields.setdefault(
                         "objective", Missing(field="objective", reason=f"{reason}: {error.message}")
                     )

@@ -284,8 +284,8 @@ def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
 
 def _of_job(source: Source, launches: Launches, around: FileContext) -> ReadConfig | None:
     """What a program that trains nothing itself submits to SageMaker."""
-    commands, said = submitted(source, launches.name, around)
-    return launches.first(commands, replace(around, versions={**said, **around.versions})) if commands else None
+    commands, versions = submitted(source, launches.name, around)
+    return launches.first(commands, replace(around, versions={**versions, **around.versions})) if commands else None
 
 
 def _of_notebook(text: str, launches: Launches, around: FileContext) -> ReadConfig:
@@ -326,8 +326,8 @@ def read_config(
     if path.is_dir():
         raise ConfigError(f"{path} is a directory", hint="give the config file in it")
     if path.suffix not in SUFFIXES and path.name not in MAKEFILES:
-        told = path.suffix in (".md", ".rst", ".txt") or path.name.startswith("Dockerfile")
-        hint = "put the command that trains into a .sh file" if told else "rename it"
+        is_text = path.suffix in (".md", ".rst", ".txt") or path.name.startswith("Dockerfile")
+        hint = "put the command that trains into a .sh file" if is_text else "rename it"
         raise ConfigError(
             f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint=f"{hint}, or give the file that trains"
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any
 
-from planner.core.errors import NotATraining, NotPlanned, Undetermined
+from planner.core.errors import NotATraining, NotPlanned, OwnLoop, Undetermined
 from planner.core.records import dataclass
 from planner.frameworks.readers import common
 from planner.frameworks.readers.objectives import (
@@ -243,7 +243,7 @@ def _refuse(program: Program, name: str) -> None:
     engine = any((call.package, call.name) == ("deepspeed", "initialize") for call in program.calls)
     custom_loop = name in program.differentiates or (program.differentiates and _TRAINS.search(name.lower()))
     if loads or engine or custom_loop or {"backward", "zero_grad"} <= called:
-        raise NotPlanned(
+        raise OwnLoop(
             f"{name} trains in a loop of its own, which cannot be read without running it",
             hint=f"{RUN_IT}; plan estimate answers for a setup that you name",
         )
