@@ -52,9 +52,8 @@ class CpuMeter:
 
     has_nvml = False
 
-    def __init__(self, clock: str = "wall", *, layout: bool = False) -> None:
+    def __init__(self, *, layout: bool = False) -> None:
         """With `layout` of one rank of several: parameters are parts of others, and storages change their size."""
-        self._clock = time.process_time if clock == "process" else time.perf_counter
         self._tracker = Tracker("cpu")
         self._resizing: Callable[[], AbstractContextManager[None]] = nullcontext
         if layout:
@@ -101,9 +100,9 @@ class CpuMeter:
         """Seconds of each of `num` calls."""
         times = []
         for _ in range(num):
-            started = self._clock()
+            started = time.perf_counter()
             step()
-            times.append(self._clock() - started)
+            times.append(time.perf_counter() - started)
         return times
 
     def _settle(self) -> None:

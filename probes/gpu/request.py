@@ -14,18 +14,20 @@ from planner.memory.workspace import CONTEXT_BYTES
 from planner.setup import TrainSetup
 from planner.setup.codec import decode
 from planner.setup.interchange import to_jsonable
-from planner.setup.outcome import SETTLED_FRACTION, Fidelity
+from planner.setup.outcome import Fidelity
 
 REQUEST_SCHEMA = 1
+WARMUP_STEPS = 2
+"""Not counted: the optimizer makes its state in the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What a probe may take, and when its step times count as settled.
 
-    The rule for step times: `warmup_steps` steps are thrown away; then steps run until the medians of the last two
-    windows of `window_steps` steps differ by at most `stable_fraction`, or `max_steps` steps or `measure_s` seconds are
-    reached (then the measurement is flagged "unstable"). They count as settled only after `min_measure_s` seconds.
+    The rule for step times: `WARMUP_STEPS` steps are thrown away; then steps run until the medians of the last two
+    windows of `window_steps` steps differ by at most `SETTLED_FRACTION`, or `max_steps` steps or `measure_s` seconds
+    are reached (then the measurement is flagged "unstable"). They count as settled only after `min_measure_s` seconds.
 
     Attributes:
         time_s: wall time of the child process from when it holds its device, building included; past it it is killed.
@@ -33,35 +35,26 @@ class Limits:
         measure_s: cap in seconds on the measured steps of one depth.
         min_measure_s: the least that is measured, where the cap allows. The extension to full depth doubles the noise:
             with 1 % of jitter, six steps miss by 2 to 3.5 % at the 95th percentile, thirty by about 1 %.
-        warmup_steps: at least 2 (the optimizer makes its state in the first).
         max_accumulation: with more micro-batches per step than this, one and three are timed and the rest is added at
             the difference (memory stops growing at two).
         memory_bytes: of a smaller card that this one stands in for; the allocator gets what the CUDA context leaves.
         cpu_memory_bytes: what a child on the CPU backend may map beyond its imports (RLIMIT_AS), its "card size".
-        cpu_clock: "wall", or "process" to time the CPU backend in the process's own CPU seconds (a busy machine).
     """
 
     time_s: float = 180.0
     measure_s: float = 20.0
     min_measure_s: float = 2.0
-    warmup_steps: int = 2
     window_steps: int = 3
     max_steps: int = 40
-    stable_fraction: float = SETTLED_FRACTION
     max_accumulation: int = 4
     memory_bytes: int | None = None
     cpu_memory_bytes: int | None = None
-    cpu_clock: str = "wall"
 
     def __post_init__(self) -> None:
         if not (self.time_s > 0 and self.measure_s > 0):  # nor are they numbers at all (nan)
             raise UsageError(f"time limits must be above 0 s, got {self.time_s} and {self.measure_s}")
-        if self.warmup_steps < 2:
-            raise UsageError(f"warmup_steps must be at least 2, got {self.warmup_steps}")
         if self.window_steps < 1 or self.max_steps < 2 * self.window_steps:
             raise UsageError(f"max_steps must hold two windows of {self.window_steps} steps, got {self.max_steps}")
-        if self.cpu_clock not in ("wall", "process"):
-            raise UsageError(f"cpu_clock must be 'wall' or 'process', got {self.cpu_clock!r}")
         if self.memory_bytes is not None and self.memory_bytes <= CONTEXT_BYTES:
             raise UsageError(f"memory_bytes must leave room beside a CUDA context, got {self.memory_bytes}")
 

@@ -23,7 +23,7 @@ from probes.gpu.device import DeviceLease
 from probes.gpu.failures import UnsupportedProbe, building
 from probes.gpu.meters import CpuMeter, CudaMeter, Meter, kernels_of_step
 from probes.gpu.process_group import ProcessGroup
-from probes.gpu.request import ProbeRequest
+from probes.gpu.request import WARMUP_STEPS, ProbeRequest
 from probes.gpu.timing import DepthRun, Extended, timed_until_settled
 from probes.stack.batch import make_batch
 from probes.stack.build import build_model, build_reference
@@ -62,7 +62,7 @@ class DepthRunner:
     def run(self, depth: int, *, timed: bool) -> DepthRun:
         meter: Meter
         if self.request.device == "cpu":
-            meter = CpuMeter(self.request.limits.cpu_clock, layout=self.process_group.rank_info.size > 1)
+            meter = CpuMeter(layout=self.process_group.rank_info.size > 1)
         else:
             before = self.lease.before
             meter = CudaMeter(
@@ -138,9 +138,8 @@ class DepthRunner:
             step, mark, job = self._trainer(model, reference, layout, meter)
             config = inner_model(model).config
             batches = [make_batch(setup, config, device=device) for _ in range(_batches(self.request))]
-            warmup = self.request.limits.warmup_steps
-            for number in range(1, warmup + 1):
-                self.status.progress(f"warming up {depth} layers, step {number} of {warmup}")
+            for number in range(1, WARMUP_STEPS + 1):
+                self.status.progress(f"warming up {depth} layers, step {number} of {WARMUP_STEPS}")
                 step(batches, mark)
         phase_peaks = meter.phase_peaks()
         if timed:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from planner.core.records import dataclass
+from planner.setup.outcome import SETTLED_FRACTION
 from probes.gpu.request import Limits
 
 TimedSteps = Callable[[int], Sequence[float]]
@@ -43,7 +44,7 @@ def timed_until_settled(
         step_s = median(times[-window:]) if times else expected_step_s
         left_s = limits.measure_s - (clock() - started)
         room = min(limits.max_steps - len(times), int(left_s / step_s) if step_s > 0 else window)
-        agree = settled(times, window, limits.stable_fraction)
+        agree = settled(times, window, SETTLED_FRACTION)
         if agree and (sum(times) >= enough_s or room < 1):
             return tuple(times), True
         if times and room < 1:

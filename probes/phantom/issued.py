@@ -56,7 +56,7 @@ class Issued(OperatorLog):
             if isinstance(func, torch._ops.OpOverload):
                 self._op_names[id(func)] = name
         self.add(func, name, args, kwargs, out, remembered)
-        if func in SYNCHRONISES or (func is _aten.index.Tensor and any(_masks(args[1]))):
+        if func in SYNCHRONISES or (func is _aten.index.Tensor and masks_of(args[1])):
             self.waited()
 
     def waited(self) -> None:
@@ -176,6 +176,6 @@ class Issued(OperatorLog):
             yield phase, begin, last
 
 
-def _masks(indices: Any) -> Iterator[bool]:
-    for index in indices:
-        yield index is not None and index.dtype in (torch.bool, torch.uint8)
+def masks_of(indices: Any) -> list[torch.Tensor]:
+    """Those of an indexing's indices that select elements."""
+    return [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]

@@ -7,6 +7,7 @@ import torch
 
 from probes.patching import nothing
 from probes.phantom.cuda import Refused
+from probes.phantom.issued import masks_of
 from probes.phantom.mode import Phantom
 
 _aten = torch.ops.aten
@@ -82,7 +83,7 @@ def _histc(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> An
 def _by_masks(phantom: Phantom, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Indexing by masks: those whose values are known select as many elements as they truly do."""
     tensor, indices = args[0], args[1]
-    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    masks = masks_of(indices)
     if not masks or not tensor.is_meta or phantom.values.real(tensor) is not None:
         return NotImplemented
     places: dict[int, torch.Tensor] = {}

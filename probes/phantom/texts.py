@@ -8,7 +8,7 @@ length cuts them.
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -374,7 +374,9 @@ def _stand_in_rows(phantom: Phantom, datasets: Any, path: str, name: str, why: s
     row = columns_of(f"{path} {name}", tokens, options.image_size, options.objective)
     if phantom.has_audio or any(word in f"{path} {name}".lower() for word in _SOUNDS):
         row, tokens = clip(tokens), min(tokens, TEXT_TOKENS)
-    if set(row) == {"text"} and any(imported.endswith("ForSequenceClassification") for imported in _main_names()):
+    if set(row) == {"text"} and any(
+        name.endswith("ForSequenceClassification") for name in vars(sys.modules["__main__"])
+    ):
         row |= {"label": 1}
     pictures = " and a picture of {} x {} pixels".format(*options.image_size) if "images" in row else ""
     phantom.note(
@@ -388,11 +390,6 @@ def _stand_in_rows(phantom: Phantom, datasets: Any, path: str, name: str, why: s
     if type(row.get("label")) is int:
         made = made.cast_column("label", datasets.ClassLabel(num_classes=2))
     return made
-
-
-def _main_names() -> Iterable[str]:
-    """Names of the program's own module as its data set is loaded."""
-    return vars(sys.modules["__main__"])
 
 
 class _Row(dict[str, Any]):

@@ -394,5 +394,5 @@ def test_request_survives_json_and_refuses_nonsense() -> None:
         ProbeRequest(model_id="m", config={}, setup=TrainSetup(), device="tpu")
     two = ProbeRequest(model_id="m", config={}, setup=TrainSetup(num_gpus=2, parallel="ddp"), device="cuda:2")
     assert (two.num_ranks, two.devices) == (2, ("cuda:2", "cuda:3"))
-    with pytest.raises(UsageError, match="warmup_steps"):
-        Limits(warmup_steps=1)
+    with pytest.raises(UsageError, match="max_steps"):
+        Limits(max_steps=5)
