@@ -312,10 +312,11 @@ def test_a_file_that_does_not_fit_is_never_written(
     assert (fix["path"] is not None) == (tmp_path / "t.fixed.py").exists() == written
     assert (f"--method {method} " in fix["command"]) if method else not fix["command"]
     assert not method or f"--memory-gib {memory_gib} " in fix["command"]
-    assert not written or fix["verdict"] == "fits"
-    run(command)
-    shown = f"(fits: {gib(fix['peak_device_bytes'])}, about {fix['tokens_per_s']:,.0f} tokens/s)"
-    assert (shown in " ".join(capsys.readouterr().out.split())) == written
+    if written:
+        assert fix["verdict"] == "fits"
+        run(command)
+        shown = f"(fits: {gib(fix['peak_device_bytes'])}, about {fix['tokens_per_s']:,.0f} tokens/s)"
+        assert shown in " ".join(capsys.readouterr().out.split())
 
 
 def test_four_bits_at_the_full_length_come_before_a_shorter_one() -> None:

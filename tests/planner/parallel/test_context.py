@@ -14,9 +14,6 @@ from planner.memory.model import rank_memories
 from planner.memory.workload import Workload
 from planner.planning.decision.layouts import LONG_TOKENS, all_layouts
 from planner.setup import TrainSetup
-from planner.speed.roofline.calibration import load_calibration
-from planner.speed.several_gpus.collectives import Collectives, group_of
-from planner.speed.several_gpus.exchange import context_s
 from planner.speed.several_gpus.speed import layout_step_time
 from tests.planner.helpers import loaded
 
@@ -77,18 +74,6 @@ def test_activations_shrink_and_speed_is_paid_for(parallel: str) -> None:
     # the same tokens per step: cutting sequences only adds
     assert seconds == sorted(seconds)
     assert seconds[-1] < 1.3 * seconds[0]
-
-
-def test_communication_by_hand() -> None:
-    """A ring gathers keys and values in forward, recomputation and backward, and sends fp32 gradients round it."""
-    model, setup = loaded(), _setup(8)
-    wires = Collectives(make_cluster(A100, 8), load_calibration().layout_constants)
-    forward, backward = context_s(model, setup, wires, 1)
-    group, pairs = group_of(wires.cluster, 8), TOKENS // 8 * 2048
-    gather = wires.all_gather_s(8 * 2 * pairs, group)
-    assert forward == pytest.approx(32 * gather)
-    assert backward == pytest.approx(32 * (2 * gather + 8 * wires.send_s(4 * pairs, group)))
-    assert context_s(model, setup.replace(checkpointing=0), wires, 1)[1] < backward
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,6 @@ from planner.memory.rank_part import rank_parts
 from planner.memory.workload import Workload
 from planner.planning.decision.layouts import all_layouts, layout_name
 from planner.setup import TrainSetup
-from planner.speed.roofline.calibration import load_calibration
-from planner.speed.several_gpus.collectives import Collectives, group_of
-from planner.speed.several_gpus.exchange import experts_s
 from planner.speed.several_gpus.speed import DEALT_BAND, layout_step_time
 from tests.planner.helpers import loaded
 
@@ -74,19 +71,6 @@ def test_what_a_layer_keeps_is_what_it_keeps_on_one_gpu_and_the_way_of_its_pairs
     (single_layer,) = layer_costs(model, H100, alone, step_dtype_policy(model, alone), kinds)
     (sharded_layer,) = layer_costs(part.model, H100, inner, step_dtype_policy(part.model, inner), kinds)
     assert sharded_layer.saved.total - single_layer.saved.total == PAIR_BYTES * 2048 * 8
-
-
-def test_seconds_by_hand() -> None:
-    """Two exchanges forward, two backward and two where the layer is recomputed, of eight rows of a token each."""
-    setup, bandwidth = _setup(precision="bf16-pure"), 1e30  # as if the GPU's own memory cost nothing
-    (part,) = rank_parts(MODEL, setup)
-    wires = Collectives(make_cluster(H100, 8), load_calibration().layout_constants)
-    exchange_s = wires.all_gather_s(2048 * 8 * 2048 * 2, group_of(wires.cluster, 8))
-    forward, backward = experts_s(part.model, setup, wires, bandwidth, 1)
-    assert forward == pytest.approx(LAYERS * 2 * exchange_s)
-    assert backward == pytest.approx(LAYERS * 4 * exchange_s)
-    uncheckpointed_s = experts_s(part.model, setup.replace(checkpointing=0), wires, bandwidth, 1)
-    assert uncheckpointed_s == pytest.approx((forward, LAYERS * 2 * exchange_s))
 
 
 def test_it_pays_where_gathering_experts_takes_longer_than_moving_tokens() -> None:
