@@ -45,7 +45,6 @@ class LayoutPoint:
     repeats: tuple[float, ...] = ()
     memory_what: str = ""
     memory_bytes: int | None = None
-    memory_repeats: tuple[int, ...] = ()
     assumed: tuple[str, ...] = ()
     oom: bool = False
     loose_speed: bool = False
@@ -96,7 +95,6 @@ def _point(row: dict[str, Any]) -> LayoutPoint:
         repeats=tuple(row.get("repeats", ())),
         memory_what=memory.get("what", ""),
         memory_bytes=memory.get("bytes"),
-        memory_repeats=tuple(memory.get("repeats", ())),
         oom=row.get("oom", False),
         assumed=tuple(row.get("assumed", ())),
         loose_speed=row.get("loose", False) or row.get("loose_speed", False),

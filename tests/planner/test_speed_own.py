@@ -27,7 +27,6 @@ from tests.planner.helpers import loaded
 pytest.importorskip("scipy")
 
 SHIPPED = load_calibration()
-SHRINKAGE = 0.4  # a dozen points do not outweigh the stated uncertainty entirely
 A100 = find_gpu("a100-80gb")
 MODELS = ("EleutherAI/gpt-neo-1.3B", "EleutherAI/gpt-neo-2.7B", "google/gemma-4-31b-it")  # without programs
 SETUPS = (

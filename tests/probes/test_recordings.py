@@ -285,22 +285,6 @@ def test_a_meter_that_comes_to_another_answer_is_noticed() -> None:
     assert problem.startswith("traces lora: the meter says")
 
 
-def test_an_allocator_model_that_comes_to_another_answer_is_noticed() -> None:
-    def larger(line: dict[str, Any]) -> None:
-        words = line["events"].split()
-        line["events"] = " ".join(["+104857600", *(f"-{int(w[1:]) + 1}" if w[0] == "-" else w for w in words)])
-
-    assert [problem.split(":")[1].split(" peak")[0] for problem in changed("full", larger)] == [
-        " the model's allocated",
-        " the model's reserved",
-    ]
-
-
-def test_a_refused_allocation_that_is_called_a_crash_is_noticed() -> None:
-    (problem,) = changed("torch", lambda line: line.update(text="the device said what nobody has heard", type="x.Y"))
-    assert "a refused allocation is crashed" in problem
-
-
 def test_another_answer_than_the_h200_gave_is_noticed() -> None:
     """A fork's words called out of memory, a step that took twice as long, a formula a percent too low."""
     lines = recorded("h200")
@@ -313,21 +297,6 @@ def test_another_answer_than_the_h200_gave_is_noticed() -> None:
     assert [problem.partition(":")[0] for problem in replay_problems(lines)] == [
         "fault fork", "fault fork, transformers' trainer", *["launched trl"] * 3,
     ]  # fmt: skip
-
-
-def test_without_expandable_segments_the_model_reserves_by_segments() -> None:
-    """The same setup in both ways, so that a replay with the wrong one cannot pass."""
-    problems = changed("full-segments", lambda line: line.update(expandable_segments=True))
-    assert "reserved peak" in problems[-1]
-
-
-def test_a_context_that_shrinks_with_what_is_allocated_is_noticed() -> None:
-    def row(step: str, used: int, reserved: int) -> dict[str, Any]:
-        return {"reading": "known", "step": step, "used_bytes": used, "reserved_bytes": reserved}
-
-    context = row("context", 600 * MIB, 2 * MIB)
-    assert replay_problems([context, row("allocated", GIB + 598 * MIB, GIB)]) == []
-    assert replay_problems([context, row("allocated", GIB + 100 * MIB, GIB)])
 
 
 def test_the_turn_waits_for_a_recorded_teardown() -> None:

@@ -150,7 +150,7 @@ def test_run_probe_stops_a_child_that_floods_its_log(tmp_path: Path, monkeypatch
     assert "printed more than" in outcome.message
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_child_killed_at_a_random_moment_is_a_crash_and_loses_nothing_else(seed: int, tmp_path: Path) -> None:
     """SIGKILL from outside at a random moment of the child's life: an outcome every time, whole or CRASHED."""
     delay_s = random.Random(seed).uniform(0.0, 0.6)

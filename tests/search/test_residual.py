@@ -27,11 +27,6 @@ def test_kernel_is_a_covariance(target: str) -> None:
     assert np.linalg.eigvalsh(block).min() > -TOLERANCE
 
 
-def test_kernel_column_agrees_with_block() -> None:
-    error_kernel = kernel()
-    np.testing.assert_allclose(error_kernel.column(7), error_kernel.block(np.arange(60))[7], atol=TOLERANCE)
-
-
 def test_setups_of_another_model_are_less_alike() -> None:
     same, other = kernel(groups=[0] * 60), kernel(groups=[0] * 30 + [1] * 30)
     assert (other.column(0)[30:] < same.column(0)[30:]).all()
@@ -56,17 +51,6 @@ def test_posterior_equals_dense_gaussian_process() -> None:
     np.testing.assert_allclose(residual.variance, np.diag(covariance) * scale, atol=TOLERANCE)
     some = np.array([1, 5, 30])
     np.testing.assert_allclose(residual.covariance(some), covariance[np.ix_(some, some)] * scale, atol=TOLERANCE)
-
-
-def test_order_of_measurements_does_not_matter() -> None:
-    in_order, other = Residual(kernel()), Residual(kernel())
-    points = [(3, 0.1), (20, -0.2), (41, 0.05)]
-    for row, value in points:
-        in_order.observe(row, value, 0.01)
-    for row, value in reversed(points):
-        other.observe(row, value, 0.01)
-    np.testing.assert_allclose(in_order.mean, other.mean, atol=TOLERANCE)
-    np.testing.assert_allclose(in_order.variance, other.variance, atol=TOLERANCE)
 
 
 def test_out_of_memory_moves_the_setup_to_the_truncated_normal() -> None:

@@ -314,8 +314,6 @@ def test_adding_memory_never_gives_a_slower_plan(seed: int, low: float, more: fl
         assert large.best.tokens_per_s >= small.best.tokens_per_s
 
 
-
-
 @SLOW_OK
 @given(seed=st.integers(0, 10_000), keep=st.sampled_from(["lora", "qlora", "sdpa", "bf16-pure"]))
 def test_narrowing_the_space_never_gives_a_faster_plan(seed: int, keep: str, tmp_path_factory: object) -> None:
@@ -400,5 +398,3 @@ def test_what_ran_but_needs_more_than_the_budget_is_not_recommended(excess: floa
     more = search(problem(), over, plan=tight.setup, budget=Budget(max_probes=6))
     assert isinstance(more.best.probe, Measurement)
     assert more.best.probe.peak_device_bytes <= tight.budget_bytes
-
-
