@@ -138,4 +138,7 @@ def variables(text: str) -> dict[str, str]:
             counts[name] = match[1]
     if "nodes" in counts and "ntasks-per-node" in counts:
         counts.setdefault("ntasks", str(int(counts["nodes"]) * int(counts["ntasks-per-node"])))
-    return {variable: count for name, count in counts.items() for variable in _SETS[name]}
+    given = {variable: count for name, count in counts.items() for variable in _SETS[name]}
+    if on_node := given.get("SLURM_GPUS_ON_NODE"):
+        given["SLURM_JOB_GPUS"] = ",".join(map(str, range(int(on_node))))  # their numbers, which scripts count
+    return given
