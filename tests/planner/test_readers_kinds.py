@@ -283,6 +283,20 @@ WRITES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "precision"),
+    [
+        ("full", "", "fp32"),  # 16 bytes a parameter, which were counted as bf16's 8
+        ("full", "pure_bf16: true\n", "bf16-pure"),
+        ("lora", "flash_attn: fa2\ninfer_dtype: float32\n", "bf16-pure"),  # of models that do not train
+        ("lora", "bf16: true\n", "bf16-autocast"),
+    ],
+)
+def test_llama_factorys_weights_without_autocast(kind: str, more: str, precision: str) -> None:
+    text = FACTORY.format("Qwen/Qwen3-0.6B").replace("bf16: true\n", more).replace("type: lora", f"type: {kind}")
+    assert read_text(text, "factory.yaml").setup.precision == precision
+
+
 @pytest.mark.parametrize("name", WRITES)
 def test_a_file_that_a_script_writes_is_read(name: str) -> None:
     config = read_text(WRITES[name], "run.sh")

@@ -175,7 +175,7 @@ def llamafactory() -> Check:
             assert tuning.lora_rank == setup.lora_rank
         assert bool(model.quantization_bit) == setup.quantized
         runs = launch.runs
-        dtype = str(model.compute_dtype or model.infer_dtype).removeprefix("torch.")
+        dtype = str(model.compute_dtype or "float32").removeprefix("torch.")  # what trains is cast to it
         assert dtype == {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[runs.compute_dtype], dtype
 
     return check

@@ -61,13 +61,15 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 def _precision_run(setup: TrainSetup) -> tuple[str, str]:
     """(precision, why) of what is loaded and trained."""
     adapters = setup.method != "full"
-    if setup.parallel in deepspeed.STAGES and setup.precision in ("bf16-pure", "bf16-autocast"):
+    half = ("bf16-pure", "bf16-autocast", "fp32") if adapters else ("bf16-pure", "bf16-autocast")
+    if setup.parallel in deepspeed.STAGES and setup.precision in half:
         runs_as = "bf16-autocast" if adapters else "bf16-mixed"
         return runs_as, "DeepSpeed trains bf16 weights with fp32 masters whatever type they were loaded in"
     if setup.trained_layers and setup.precision == "bf16-mixed":
         return "bf16-autocast", "LLaMA-Factory loads the layers that do not train in the 16-bit type"
-    if adapters and setup.precision in ("bf16-mixed", "fp16-mixed"):
-        return common.narrow(setup.precision), "LLaMA-Factory loads a frozen base in the 16-bit type"
+    if adapters and setup.precision in ("bf16-mixed", "fp16-mixed", "fp32"):
+        runs_as = "bf16-pure" if setup.precision == "fp32" else common.narrow(setup.precision)
+        return runs_as, "LLaMA-Factory loads a frozen base in the 16-bit type"
     return setup.precision, ""
 
 
@@ -95,6 +97,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     narrow = setup.precision == "bf16-autocast" and setup.parallel not in deepspeed.STAGES
     if setup.trains_everything and narrow:
         return "LLaMA-Factory trains fp32 weights under bf16 autocast: twice the memory (bf16-pure or bf16-mixed work)"
+    if setup.trained_layers and setup.precision == "fp32":
+        return "LLaMA-Factory trains fp32 layers between 16-bit ones without autocast, which stops"
     if setup.objective == "dpo" and setup.method == "full":
         return "LLaMA-Factory holds the reference of full fine-tuning in another type than the policy: not modelled"
     if not setup.objective_spec.supervised and setup.kernels != "eager":
@@ -317,7 +321,7 @@ def _method(request: ExportRequest) -> list[Line]:
 
 def _precision(setup: TrainSetup) -> list[Line]:
     if setup.precision == "fp32":
-        return [Line("bf16", False), Line("fp16", False), Line("infer_dtype", "float32", "weights")]
+        return [Line("bf16", False, "what trains is cast to fp32"), Line("fp16", False)]
     if setup.precision == "bf16-pure":
         return [Line("pure_bf16", True, "bf16 weights, no autocast"), Line("bf16", False), Line("fp16", False)]
     return [Line("bf16", setup.autocast_dtype == "bf16", "autocast"), Line("fp16", setup.autocast_dtype == "fp16")]

@@ -187,13 +187,18 @@ def _layers(settings: Settings) -> int:
 
 
 def _precision(settings: Settings, *, widens: bool) -> str:
-    """`widens`: whether what the autocast type leaves is fp32: of partial layers the frozen rest is not."""
+    """`widens`: whether what the autocast type leaves is fp32: of partial layers the frozen rest is not.
+
+    Source: LLaMA-Factory 0.9.5 `model/loader.py` load_model (the file's type), `model/adapter.py` init_adapter (what
+    trains is cast to fp32), `model/patcher.py` patch_config (`infer_dtype` is of models that do not train).
+    """
     if settings.flag("pure_bf16", False):
         return "bf16-pure"
     autocast = common.autocast(settings, bf16_default=False)
-    if autocast is None:
-        if settings.text("infer_dtype", "auto") in ("auto", "bfloat16", "float16"):
-            settings.assume("neither bf16 nor fp16: weights in the checkpoint's type, taken to be bf16, no autocast")
-            return "bf16-pure"
+    if autocast is None and widens:
+        settings.assume("neither bf16 nor fp16: the weights are cast to fp32, no autocast")
         return "fp32"
+    if autocast is None:
+        settings.assume("neither bf16 nor fp16: weights in the checkpoint's type, taken to be bf16, no autocast")
+        return "bf16-pure"
     return f"{autocast}-mixed" if widens else f"{autocast}-autocast"

@@ -43,7 +43,7 @@ LLAMAFACTORY = Tool(
         COMPILE,
         Field(of="method", key="finetuning_type", edit=_four_bits),
         Field(of="quantization", key="quantization_bit", more=("double_quantization",), edit=_four_bits),
-        Field(of="precision", key="bf16", more=("fp16", "pure_bf16", "infer_dtype"), fix=False),
+        Field(of="precision", key="bf16", more=("fp16", "pure_bf16"), fix=False),
         Field(of="lora_rank", key="lora_rank", default=8),
         Field(of="lora_dropout", key="lora_dropout", default=0.0, fix=False),
         Field(of="lora_targets", key="lora_target", fix=False),
