@@ -976,6 +976,7 @@ REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
     (NotPlanned, "MLX-LM", "run.sh", ("mlx_lm.lora --model Qwen/Qwen2.5-7B --train --data d --batch-size 1\n",)),
     (NotPlanned, "mlx_lm", "run.sh", ("python -m mlx_lm.lora --train --model m\n",)),
     (NotPlanned, "trains with megatron", "run.sh", ("megatron sft --model Qwen/Qwen2.5-7B",)),
+    (NotPlanned, "trains with megatron", "run.sh", ("torchrun pretrain_gpt.py --tensor-model-parallel-size 4",)),
     (NotPlanned, "trains with openrlhf", "train_sft.sh", (
         "read -r -d '' training_commands <<EOF\nopenrlhf.cli.train_sft \\\n   --data.max_len 2048 \\\nEOF\n"
         'if [[ ${1} != "slurm" ]]; then\n    deepspeed --module $training_commands\nfi\n',

@@ -532,6 +532,7 @@ WORDS = "train.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --ma
         ("", "torchrun --nnodes=$SLURM_NNODES --nproc-per-node=4 --rdzv_backend c10d", 8),
         ("", "torchrun --nnodes ${SLURM_JOB_NUM_NODES} --nproc_per_node $SLURM_GPUS_ON_NODE", 8),
         ("NODES=$SLURM_NNODES", "python -m torch.distributed.run --nnodes $NODES --nproc_per_node 4", 8),
+        ("", "python -u -m torch.distributed.run --nnodes 2 --nproc_per_node 4", 8),
         ("N=$(echo $SLURM_JOB_GPUS | tr ',' '\\n' | wc -l)", "torchrun --nnodes 2 --nproc_per_node $N", 8),
         ("", "deepspeed --num_nodes 2 --num_gpus 4", 8),
         ("", "accelerate launch --num_machines $SLURM_NNODES --num_processes $((SLURM_NNODES * 4))", 8),

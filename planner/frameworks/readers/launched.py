@@ -143,7 +143,8 @@ class Launches:
     def _of_target(self, command: shell.Command, inside: FileContext) -> ReadConfig:
         name, target = self.name, command.target
         of_verl = any(word.startswith("actor_rollout_ref.") for word in command.arguments)
-        engine = "verl" if of_verl else target.partition("/")[0]
+        of_megatron = "--tensor-model-parallel-size" in command.arguments
+        engine = "verl" if of_verl else "megatron" if of_megatron else target.partition("/")[0]
         if engine in OTHER_ENGINES:
             raise NotPlanned(
                 f"{name} trains with {engine}: not planned", hint="plan trace runs programs on a phantom GPU"

@@ -650,12 +650,12 @@ def _command(words: list[str], variables: dict[str, str]) -> Command | None:
 
 
 def _python(rest: list[str], shown: int | None) -> Command | None:
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
+        rest = rest[1:]
     if rest[:2] == ["-m", "torch.distributed.run"] or rest[:2] == ["-m", "torch.distributed.launch"]:
         return _launched("torchrun", rest[2:], shown)
     if rest[:2] == ["-m", "accelerate.commands.launch"]:
         return _launched("accelerate", ["launch", *rest[2:]], shown)
-    while rest and rest[0].startswith("-") and rest[0] != "-m":
-        rest = rest[1:]
     if rest[:1] == ["-m"] and len(rest) > 1 and rest[1].partition(".")[0] in TOOLS_AS_MODULES:
         verb = rest[1].rpartition(".")[2]
         return _of_tool(rest[1].partition(".")[0], [*(() if "." not in rest[1] else (verb,)), *rest[2:]], shown)
