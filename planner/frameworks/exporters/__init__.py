@@ -32,9 +32,6 @@ from planner.options.stacks import STACKS, TARGET_ROWS
 from planner.setup import TrainSetup
 from planner.setup.allowed import EXPERT_TARGETS, FLEX, XFORMERS
 
-Exporter = Callable[[ExportRequest], Launch]
-"""A target's files for one request: the same text for the same request, always."""
-
 
 @dataclass(frozen=True)
 class Target:
@@ -155,8 +152,8 @@ def _without_liger(differences: tuple[Difference, ...]) -> Iterator[Difference]:
 
 TARGETS: Mapping[str, Target] = {name: Target(name) for name in TARGET_ROWS}
 """Target name -> what it makes of a setup, and its files."""
-EXPORTERS: Mapping[str, Exporter] = {name: target.export for name, target in TARGETS.items()}
-"""Target name -> exporter."""
+EXPORTERS: Mapping[str, Callable[[ExportRequest], Launch]] = {name: target.export for name, target in TARGETS.items()}
+"""Target name -> its files for one request: the same text for the same request, always."""
 
 __all__ = [
     "EXPORTERS",
@@ -165,7 +162,6 @@ __all__ = [
     "DatasetChoice",
     "Difference",
     "ExportRequest",
-    "Exporter",
     "Launch",
     "LaunchFile",
     "Target",
