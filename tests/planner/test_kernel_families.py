@@ -230,6 +230,9 @@ def test_a_tool_without_fused_lora_says_so_and_the_package_is_in_the_install_lin
          "liger_rope: true\nliger_rms_norm: true\nliger_glu_activation: true\n", "axolotl.yaml", "liger", "full"),
         ("base_model: m\nadapter: lora\nlora_target_linear: true\nplugins: [axolotl.integrations.liger.LigerPlugin]\n"
          "liger_rope: true\nliger_rms_norm: true\nliger_glu_activation: true\n", "axolotl.yaml", "fused", "full"),
+        ("base_model: m\nadapter: lora\nlora_target_linear: true\nplugins: [axolotl.integrations.liger.LigerPlugin]\n"
+         "liger_rope: true\nliger_rms_norm: true\nliger_glu_activation: true\nrl: dpo\n", "axolotl.yaml", "liger",
+         "full"),
         ("base_model: m\nadapter: lora\nlora_mlp_kernel: true\n", "axolotl.yaml", "eager", "full"),
     ],
 )  # fmt: skip

@@ -298,7 +298,7 @@ def _loss(settings: Settings) -> str:
 
 def _kernels(settings: Settings, fields: dict[str, Any]) -> str:
     """The Liger plugin's layers, and Axolotl's own LoRA kernels: on by themselves for adapters without dropout where
-    the config says nothing of them.
+    the config says nothing of them, trains no preferences or rollouts, and trusts no remote code.
 
     Source: Axolotl 0.21 `integrations/liger/args.py`, `utils/schemas/config.py` check_auto_enable_lora_kernels.
     """
@@ -306,7 +306,8 @@ def _kernels(settings: Settings, fields: dict[str, Any]) -> str:
     liger, model = "eager", settings.model
     if any("liger" in plugin.lower() for plugin in _plugins(settings)) and any(options.values()):
         liger = common.liger_kernels(settings, {part: (name,) for part, name in LIGER_SWITCHES.items()}, options)
-    switches = [settings.raw(name) for name in LORA_SWITCHES]
+    by_itself = not (settings.raw("rl") or settings.raw("trust_remote_code"))
+    switches = [settings.raw(name, None if by_itself else False) for name in LORA_SWITCHES]
     family = own_kernels(liger, fields, switches, model.model_type if model is not None else "")
     if family and ("lora" in KERNELS[family].parts or True not in switches):
         return family
