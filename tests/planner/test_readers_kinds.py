@@ -830,6 +830,16 @@ def test_prompts_that_are_cut_are_an_older_grpos() -> None:
     assert open_fields(of_trl("0.27.0", ROLLS + "max_prompt_length: null\n", "grpo.yaml")) == {"seq_len_tokens"}
 
 
+def test_another_model_on_the_gpu_is_asked_for() -> None:
+    rewarded = ROLLS + "use_vllm: true\nvllm_max_model_length: 700\nreward_model_name_or_path: Skywork/Reward-8B\n"
+    assert open_fields(read_text(rewarded, "grpo.yaml")) == {"beside"}
+    pairs = "model_name_or_path: Qwen/Qwen3-0.6B\nstage: dpo\ndo_train: true\ndataset: a\nref_model: Qwen/Qwen3-8B\n"
+    for kind, asked in (("lora", {"beside"}), ("full", set())):
+        assert open_fields(read_text(f"{pairs}finetuning_type: {kind}\n", "lf.yaml")) == asked
+    simpo = f"{pairs}finetuning_type: lora\npref_loss: simpo\n"
+    assert not open_fields(read_text(simpo, "lf.yaml"))
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [

@@ -77,6 +77,8 @@ def read(settings: Settings) -> ReadConfig:
         fields |= of_trainer(settings, fields, objective, **as_counted) | {"kernels": "eager"}
     if OBJECTIVES[objective].reference and fields["method"] == "full":
         settings.approximate("the reference is loaded in 16 bits: counted in the policy's type, too much")
+    elif OBJECTIVES[objective].reference and (other := settings.raw("ref_model")):
+        settings.ask("beside", f": the reference {other} is loaded beside the adapters' base")
     layout: Layout = {"parallel": "none"}
     if settings.raw("fsdp"):
         layout = fsdp(settings, dict(common.fsdp_block(settings).values))

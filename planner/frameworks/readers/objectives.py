@@ -108,12 +108,7 @@ TRACE = "plan trace runs other programs on a phantom GPU"
 PROMPT_TOKENS = 512
 """What is counted where nothing says how long prompts are: the default of TRL's former `max_prompt_length`."""
 
-UNCOUNTED = (
-    "reward_model_name_or_path",
-    "cast_lm_head_to_fp32",
-    "use_transformers_continuous_batching",
-    "cache_implementation",
-)
+UNCOUNTED = ("cast_lm_head_to_fp32", "use_transformers_continuous_batching", "cache_implementation")
 """TRL's settings of online objectives that are not counted."""
 
 
@@ -268,6 +263,8 @@ def rollout_fields(
     for key in UNCOUNTED:
         if settings.raw(key) not in (None, False, ""):
             settings.approximate(f"{key} is not counted")
+    if judge := settings.raw("reward_model_name_or_path"):
+        settings.ask("beside", f": the reward model {judge}")
     generator = "transformers"
     if settings.flag("use_vllm", False):
         sleeps = settings.flag("vllm_enable_sleep_mode", False)
