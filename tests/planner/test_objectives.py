@@ -756,8 +756,10 @@ def test_a_tools_step_that_is_trls_is_read_as_its_objective(
 
 
 def test_axolotls_grpo_is_read_with_its_rollout() -> None:
-    text = f"{AXOLOTL}micro_batch_size: 4\nrl: grpo\nvllm: {{gpu_memory_utilization: 0.3}}\n"
+    text = f"{AXOLOTL}micro_batch_size: 4\nrl: grpo\nvllm: {{gpu_memory_utilization: 0.6}}\n"
     text += "trl: {use_vllm: true, num_generations: 4, max_completion_length: 128, beta: 0.04}\n"
+    shared = read_text(text.replace("{use_vllm", "{vllm_mode: colocate, use_vllm"), "a.yml").setup.rollout_settings
+    assert shared.vllm_fraction == 0.6  # which it hands on where it is told the mode
     config = read_text(text, "a.yml")
     assert config.setup.rollout == Rollout(
         num_generations=4, completion_tokens=128, generator="vllm", vllm_fraction=0.3, reference=True

@@ -6,7 +6,7 @@ from typing import Any
 from planner.core.errors import ConfigError, NotPlanned, Undetermined
 from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
-from planner.frameworks.readers.objectives import estimated, of_trainer, rollout_fields
+from planner.frameworks.readers.objectives import estimated, of_trainer, refuse, rollout_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, hybrid, with_cut_sequences, zero_stage
 from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
@@ -153,10 +153,14 @@ def _of_objective(settings: Settings, fields: Mapping[str, Any], objective: str)
     if settings.raw("precompute_ref_log_probs") and OBJECTIVES[objective].reference:
         more["precomputed_reference"] = True
     if objective == "grpo":
-        given = {"vllm_gpu_memory_utilization": settings.block("vllm").raw("gpu_memory_utilization", 0.9)}
-        given |= {"beta": settings.raw("rl_beta")} | settings.mapping("trl")
+        given = {"beta": settings.raw("rl_beta")} | settings.mapping("trl")
+        if given.get("vllm_mode") == "colocate":  # core/trainers/grpo/__init__.py: of no other mode, TRL's own neither
+            given["vllm_gpu_memory_utilization"] = settings.block("vllm").raw("gpu_memory_utilization", 0.9)
+        else:
+            given.pop("vllm_enable_sleep_mode", None)
         rolled = settings.blocks["rollout"] = Settings(given, settings.name, settings.outside)
         more |= rollout_fields(rolled, {**fields, **more}, objective, TRL)
+    refuse(settings.blocks.get("rollout", settings), {**fields, **more}, TRL)
     return more
 
 
