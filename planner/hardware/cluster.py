@@ -126,7 +126,9 @@ def make_cluster(
             between nodes `default_network`.
 
     Raises:
-        UsageError: counts that do not divide, an unknown link, or NVLink on a card without.
+        UsageError: counts that do not divide, an unknown link, NVLink on a card without, or several MIG slices in a
+            node: a process sees one of them, and `cuda:LOCAL_RANK` is another (pytorch/pytorch issue 130181; NCCL takes
+            two of one card for the same without NCCL_MULTI_RANK_GPU_ENABLE, NVIDIA/nccl issue 1716).
     """
     if num_gpus < 1:
         raise UsageError(f"--gpus must be at least 1, got {num_gpus}", hint="give --gpus a positive whole number")
@@ -135,6 +137,11 @@ def make_cluster(
         raise UsageError(
             f"{num_gpus} GPUs cannot be spread evenly over {nodes} nodes",
             hint="--gpus counts all GPUs of the job, over all nodes: give a multiple of --nodes",
+        )
+    if gpu.is_slice and num_gpus > nodes:
+        raise UsageError(
+            f"several MIG slices of a machine do not train together: a process sees one of them ({gpu.name})",
+            hint="leave --gpus out, or --nodes as many as --gpus",
         )
     within = _default_within(gpu, num_gpus // nodes)
     between: Link | None = links()[default_network(gpu, num_gpus // nodes)] if nodes > 1 else None

@@ -77,7 +77,12 @@ class GpuSpec:
     @property
     def host_bytes(self) -> int:
         """A GPU's share of the CPU's memory on a superchip; 0 of other cards."""
-        return 0 if "MIG" in self.name else GRACE_BYTES.get(self.driver_name, 0)  # slices share it
+        return 0 if self.is_slice else GRACE_BYTES.get(self.driver_name, 0)  # slices share it
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a MIG slice."""
+        return "MIG" in self.name
 
     @property
     def shares_host_memory(self) -> bool:

@@ -120,6 +120,14 @@ def test_several_apple_gpus_are_no_cluster(capsys: pytest.CaptureFixture[str]) -
     assert {option["num_gpus"] for option in json.loads(capsys.readouterr().out)["options"]} == {1}
 
 
+def test_slices_of_one_machine_are_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: DDP on two, whose second process finds no cuda:1."""
+    words = ["Qwen/Qwen2.5-0.5B", "--gpu", "A100 MIG 3g.40gb", "--gpus", "2", *FAST]
+    assert run(words) == 2
+    assert "MIG slices" in capsys.readouterr().err
+    assert run([*words, "--nodes", "2"]) == 0
+
+
 def test_check_names_another_way_of_spreading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Full fine-tuning of 7B under DDP does not fit on 80 GB; sharded it does, and nothing trained changes."""
     config = tmp_path / "sft.yaml"

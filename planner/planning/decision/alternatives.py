@@ -484,7 +484,7 @@ def _largest_that_fits(
 
 
 def _more_gpus(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
-    for factor in (2, 4, 8, 16):
+    for factor in (2, 4, 8, 16) if not workload.gpu.is_slice else ():
         num = workload.num_gpus * factor
         batch = num * -(-workload.global_batch_seqs // num)
         request = replace(workload, cluster=make_cluster(workload.gpu, num), global_batch_seqs=batch)
