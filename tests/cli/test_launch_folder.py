@@ -224,6 +224,18 @@ def test_run_sh_starts_the_one_command_of_each_target(tmp_path: Path) -> None:
     assert (code, "one of: trl hf" in output) == (2, True)
 
 
+def test_run_sh_fetches_for_nodes_without_internet(tmp_path: Path) -> None:
+    """The model, and the kernel of flash attention where the target's transformers takes the hub's."""
+    for name, kernel in (("sdpa", ""), ("flash-attention-2", "flash_attention_2")):
+        wanted = request(SETUP.replace(attention=name))
+        folder = launched(tmp_path / name, wanted)
+        code, output = started(folder, "fetch")
+        assert (code, f"CALLED python3 - {wanted.model_id} {kernel}\n" in output) == (0, True)
+        assert "run.sh fetch trl" in slurm.job_file(EXPORTERS["trl"](wanted), wanted).text.replace("\n# ", " ")
+    local = launched(tmp_path / "local", replace(request(SETUP), model_id="./model"))
+    assert "CALLED python3 -  \n" in started(local, "fetch")[1]
+
+
 def test_run_sh_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     folder = launched(tmp_path, request(SETUP, lacks_template=False))
     for name in ("checkpoint-90", "checkpoint-100"):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from planner.frameworks.exporters import chat, prepare, slurm
 from planner.frameworks.exporters.common import RESUMED
 from planner.frameworks.exporters.gated import gate_of, on_hub
-from planner.frameworks.exporters.install import install_calls
+from planner.frameworks.exporters.install import from_hub, install_calls
 from planner.frameworks.exporters.text import one_line, shipped, shown_path
 from planner.frameworks.exporters.trl import REWARDS, STAND_IN
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
@@ -24,6 +24,8 @@ RESUMABLE = {
 }  # fmt: skip
 """Targets whose runs go on from a checkpoint -> their option for it; "": the variable RESUMED. LLaMA-Factory and
 torchtitan look for one themselves."""
+BY_TRANSFORMERS = ("trl", "hf", "axolotl", "sentence-transformers")
+"""Targets whose transformers takes flash attention from the hub."""
 _BY_HAND = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -175,6 +177,7 @@ def _run(started: Sequence[Launch], request: ExportRequest) -> str:
         "@CASES@": "\n".join(line for launch in started for line in _case(launch, request)),
         "@LOGIN@": login,
         "@DATASET@": PLACEHOLDER_DATASET,
+        "@MODEL@": shlex.quote(request.model_id if on_hub(request.model_id) else ""),
     }
     return re.sub("|".join(replacements), lambda mark: replacements[mark[0]], shipped("run.sh.txt"))
 
@@ -218,9 +221,10 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
             "      fi",
         ]
     needed = [name for name in _BY_HAND if f"${name}" in launch.command]
+    kernel = "flash_attention_2" if launch.target in BY_TRANSFORMERS and launch.runs and from_hub(launch.runs) else ""
     return [
         f"  {launch.target})",
-        f"    tool={shlex.quote(tool)} oldest={launch.python}",
+        f"    tool={shlex.quote(tool)} oldest={launch.python} kernel={kernel}",
         f"    files=({shlex.join(f'launch/{path}' for path in required)})",
         "    install() {",
         *(f"      pip install {shlex.join(call)}" for call in install_calls(launch, request)),

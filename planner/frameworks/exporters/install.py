@@ -31,7 +31,6 @@ FLASH_BUILDS = ("torch==2.8.0", "torchvision==0.23.0", "torchaudio==2.8.0")
 its set-up takes one in seconds, where any other torch compiles for an hour."""
 HUB_FLASH = "kernels-community/flash-attn2"
 """Flash attention 2 as transformers fetches it from the hub, built for every torch from 2.10 on (`kernels`)."""
-HUB_FLASH_VERSION = 4
 HUB_VERSIONS = {"transformers": "5.22.0", "kernels": "0.17.2"}
 """transformers 5.23.0 takes no `kernels` before 0.18.2, and PyPI has none after 0.17.2 (27 November 2026).
 

@@ -1,9 +1,5 @@
 """A Slurm batch script for a target: `launch/run.sh TARGET` on every node by srun, its data prepared once."""
 
-import shlex
-
-from planner.frameworks.exporters.gated import on_hub
-from planner.frameworks.exporters.install import HUB_FLASH, HUB_FLASH_VERSION, from_hub
 from planner.frameworks.exporters.text import comments, header
 from planner.frameworks.exporters.types import ExportRequest, Launch, LaunchFile
 
@@ -12,20 +8,6 @@ NAME = "slurm.sbatch"
 CPUS_PER_GPU = 7
 """Cores asked for beside each GPU: data loading and the process itself; a request, for people to change. LUMI-G gives a
 job 56 of its nodes' 64."""
-
-
-def _without_internet(request: ExportRequest) -> tuple[str, ...]:
-    """What a login node fetches for nodes that do not reach the hub."""
-    if not on_hub(request.model_id):
-        return ()
-    fetched = [shlex.quote(request.model_id)]
-    if from_hub(request.setup):
-        fetched.append(f"{HUB_FLASH} --repo-type kernel --revision v{HUB_FLASH_VERSION}")
-    calls = " && ".join(f"hf download {words}" for words in fetched)
-    return (
-        f"on nodes without internet: once on the login node, {calls}, with HF_HOME where all nodes see it; then "
-        "HF_HUB_OFFLINE=1 in front of sbatch.",
-    )
 
 
 def job_file(launch: Launch, request: ExportRequest) -> LaunchFile:
@@ -46,7 +28,8 @@ def job_file(launch: Launch, request: ExportRequest) -> LaunchFile:
         dict(launch.validated_with),
         notes=(
             "your cluster may want more: add #SBATCH lines for partition, account, time and memory.",
-            *_without_internet(request),
+            f"for nodes without internet: bash launch/run.sh fetch {launch.target} on the login node, with HF_HOME "
+            "where all nodes see it; then HF_HUB_OFFLINE=1 in front of sbatch.",
         ),
     )
     lines = [
