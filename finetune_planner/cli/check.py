@@ -29,7 +29,6 @@ from planner.core.errors import (
     UsageError,
 )
 from planner.core.records import dataclass
-from planner.core.units import gib, percent
 from planner.frameworks.exporters.install import packages_added
 from planner.frameworks.readers import FileContext, ReadConfig, canonical, read_text
 from planner.frameworks.readers.evaluating import setting_of
@@ -53,7 +52,6 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION
 from planner.setup.outcome import Prediction
 from reports.check import render_check
-from reports.plain import clean
 from reports.text import LEVEL_WORDS
 
 
@@ -260,52 +258,6 @@ def _fixed(
         "peak_device_bytes": improved.after.peak_device_bytes,
         "tokens_per_s": improved.after.tokens_per_s,
     }
-
-
-def compare_configs(
-    files: Sequence[Path], gpu: str, *, model: str | None = None, memory_gib: float | None = None, as_json: bool = False
-) -> int:
-    """Several configs side by side on one GPU, formula level; the exit code of the worst (1, then 3, then 0)."""
-    results = [checked(file, gpu, CheckRequest(model=model), memory_gib=memory_gib)[0] for file in files]
-    if as_json:
-        print_json([as_document(result, None) for result in results])
-    else:
-        console().print(comparison_table(results))
-    codes = {result.exit_code for result in results}
-    return next(code for code in (1, 3, 0) if code in codes)
-
-
-def comparison_table(results: Sequence[CheckResult]) -> Any:
-    """A rich table, one row a config, fastest that fits first; figures are never cut, words wrap."""
-    from rich.table import Table
-
-    bands = [result.band_fraction for result in results]
-    widths = " to ".join(dict.fromkeys(percent(width) for width in (min(bands), max(bands))))
-    title = f"{results[0].gpu.name}, formula level (memory +-{widths})"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for name in ("config", "verdict", "peak", "spare", "tokens/s", "method", "batch", "saves memory by"):
-        number = name in ("peak", "spare", "tokens/s")
-        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    order = {"fits": 0, "uncertain": 1, "does_not_fit": 2, "cannot_run": 3}
-    for result in sorted(
-        results, key=lambda result: (order[result.verdict.value], -(result.prediction.tokens_per_s or 0.0))
-    ):
-        setup, prediction = result.config.setup, result.prediction
-        saving = [f"checkpointing {setup.checkpointing}"] * bool(setup.checkpointing)
-        saving += [f"{setup.loss} loss"] * (setup.loss != "full") + [setup.quantization] * setup.quantized
-        table.add_row(
-            clean(result.config.path),
-            result.verdict.value.replace("_", " "),
-            gib(prediction.peak_device_bytes),
-            gib(result.margin_bytes),
-            f"{prediction.tokens_per_s:,.0f}" if prediction.tokens_per_s else "?",
-            setup.method
-            + (f" {setup.adapter}" if setup.adapter != "lora" else "")
-            + (f" r{setup.lora_rank}" if setup.lora_rank else ""),
-            f"{setup.micro_batch_seqs} x {setup.accumulation_steps} x {setup.num_gpus} of {setup.seq_len_tokens}",
-            ", ".join(saving) or "-",
-        )
-    return table
 
 
 SETTINGS = (".yaml", ".yml", ".json", ".toml")

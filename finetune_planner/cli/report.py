@@ -8,7 +8,6 @@ import typer
 
 from finetune_planner.app.folders import write_files
 from finetune_planner.cli import options
-from finetune_planner.cli.completion import complete_gpu
 from finetune_planner.cli.output import console, print_json
 from planner.core.errors import EnvironmentProblem, UsageError
 from reports.compare import render_comparison
@@ -29,30 +28,10 @@ def report(plans: Directories, out: Out = None) -> None:
     _write_both(folder, entries)
 
 
-def compare(
-    plans: Annotated[
-        list[Path], typer.Argument(help="Plan directories, or training configs (with --gpu).", show_default=False)
-    ],
-    out: Out = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="The GPU that training configs are compared on.", autocompletion=complete_gpu)
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Model of configs that name none.")] = None,
-    as_json: options.Json = False,
-) -> int:
-    """Several plans, or several training configs on one GPU, side by side."""
-    if any(path.is_file() and path.name != "plan.json" for path in plans):
-        from finetune_planner.cli.check import compare_configs
-
-        if gpu is None:
-            raise UsageError("training configs are compared on a GPU", hint="plan compare A.yaml B.yaml --gpu rtx-4090")
-        if out is not None or any(path.is_dir() for path in plans):
-            raise UsageError(
-                "training configs are compared with each other, on the terminal or with --json",
-                hint="--out, and a plan beside a config, is plan race FILE --gpu GPU --out DIR",
-            )
-        return compare_configs(plans, gpu, model=model, as_json=as_json)
-
+def compare(plans: Directories, out: Out = None, as_json: options.Json = False) -> None:
+    """Several plans side by side."""
+    if any(path.is_file() and path.suffix != ".json" for path in plans):
+        raise UsageError("plan compare takes plans", hint="training configs: plan race A.yaml B.yaml --gpu GPU")
     if len(plans) < 2:
         raise UsageError("plan compare needs at least two plans", hint="plan compare DIR DIR ...")
     entries = _entries(plans)
@@ -62,7 +41,6 @@ def compare(
         print_json([{"name": entry.name, **plan_to_dict(entry.plan)} for entry in entries])
     else:
         render_comparison([(entry.name, entry.plan) for entry in entries], console())
-    return 0
 
 
 def _entries(plans: list[Path]) -> list[Entry]:

@@ -327,21 +327,6 @@ def test_the_command_says_2_for_what_it_cannot_read(checked: Checked, text: str)
     assert (code, "error:" in err) == (2, True)
 
 
-def test_configs_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from finetune_planner.cli.check import compare_configs
-
-    files = []
-    for name in ("trl.yaml", "axolotl.yml", "llamafactory.yaml"):
-        files.append(tmp_path / name)
-        files[-1].write_text(FILES[name])
-    assert compare_configs(files, "rtx-4090", memory_gib=2000.0) == 0
-    shown = capsys.readouterr().out
-    assert compare_configs(files, "rtx-4090", memory_gib=4.0, as_json=True) == 1
-    assert "RTX 4090" in shown
-    documents = json.loads(capsys.readouterr().out)
-    assert [document["format"] for document in documents] == ["trl", "axolotl", "llamafactory"]
-
-
 def test_fix_works_under_an_accelerate_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setup = TrainSetup(num_gpus=4, parallel="ddp", loss="chunked", micro_batch_seqs=8, accumulation_steps=2)
     launch = EXPORTERS["trl"](request(setup, model=MODEL))
