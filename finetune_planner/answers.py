@@ -69,7 +69,6 @@ class Planned(_Answer):
 
     @property
     def fits(self) -> bool:
-        """Whether a setup was found that fits."""
         return isinstance(self.answer, Plan) and self.answer.chosen.fits
 
     @property
@@ -213,7 +212,6 @@ class Estimate(_Answer):
 
     @property
     def fits(self) -> bool:
-        """Whether the highest level's peak stays inside the budget."""
         return self.candidate.fits
 
     def to_dict(self) -> dict[str, Any]:

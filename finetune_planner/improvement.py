@@ -74,7 +74,6 @@ MAX_VERIFIED = 6
 
 
 def harm(before: TrainSetup, after: TrainSetup) -> int:
-    """The worst of the changes between two setups."""
     return max(_harms(before, after), default=0)
 
 

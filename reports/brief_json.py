@@ -84,8 +84,6 @@ class BriefSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class BriefInstead:
-    """What was not chosen, and why."""
-
     label: str
     peak_device_bytes: int
     tokens_per_s: float | None
@@ -148,8 +146,6 @@ class BriefEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class BriefChange:
-    """One change to a file's setup and what it gives."""
-
     label: str
     verdict: str
     peak_device_bytes: int

@@ -150,7 +150,6 @@ def phase_peaks(candidate: Candidate) -> Chart:
 
 
 def time_parts(candidate: Candidate) -> Chart:
-    """Where the step time goes, by class of operator."""
     parts = {name: value for name, value in candidate.formula.time_parts_s.items() if value > 0}
     parts = dict(sorted(parts.items(), key=lambda item: -item[1]))
     return {
@@ -165,7 +164,6 @@ def time_parts(candidate: Candidate) -> Chart:
 
 
 def timeline_chart(timeline: Timeline, memory_bytes: int) -> Chart:
-    """Allocated memory, event by event."""
     depth = f", {clean(timeline.depth)}" if timeline.depth else ""
     return {
         "kind": "timeline",
@@ -186,7 +184,6 @@ def timeline_chart(timeline: Timeline, memory_bytes: int) -> Chart:
 
 
 def sensitivity_charts(extras: Extras, budget_bytes: int) -> list[Chart]:
-    """One chart per value that was moved."""
     charts: list[Chart] = []
     for parameter in dict.fromkeys(point.parameter for point in extras.sensitivity):
         points = [point for point in extras.sensitivity if point.parameter == parameter]
@@ -283,7 +280,6 @@ def accuracy_rows(plan: Plan | NoPlan) -> list[dict[str, Any]]:
 
 
 def accuracy_chart(rows: Sequence[Mapping[str, Any]]) -> Chart:
-    """Errors of the predictions, measured set to zero."""
     return {
         "kind": "accuracy",
         "title": "Predicted against measured",

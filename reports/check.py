@@ -120,7 +120,6 @@ def setting_rows(result: CheckResult) -> list[tuple[str, str, str]]:
 
 
 def value_words(setup: TrainSetup, name: str) -> str:
-    """A setting as people write it."""
     value = getattr(setup, name)
     match name:
         case "checkpointing":

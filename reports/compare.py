@@ -42,7 +42,6 @@ def plan_labels(named: Sequence[Named]) -> list[str]:
 
 
 def comparison_rows(named: Sequence[Named]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of the comparison, in the order given."""
     header = ("plan", "fits", "peak", "budget", "from", "speed", "from ", "$ per million tokens", "setup")
     rows: list[tuple[str, ...]] = []
     for label, (_, plan) in zip(plan_labels(named), named, strict=True):
@@ -107,7 +106,6 @@ def comparison_view(named: Sequence[Named], targets: Sequence[str]) -> dict[str,
 def bars(
     name: str, title: str, unit: str, labels: Sequence[str], values: Sequence[float], words: Sequence[str]
 ) -> Chart:
-    """A bar for each of what is compared."""
     return {
         "kind": "bars",
         "id": f"comparison-{name}",
@@ -156,6 +154,5 @@ def render_comparison(named: Sequence[Named], console: Console) -> None:
 
 
 def comparison_markdown(named: Sequence[Named]) -> str:
-    """The comparison as Markdown."""
     view = comparison_view(named, [""] * len(named))
     return document(view["title"], bullets(view["sentences"]), markdown_table(*comparison_rows(named)))

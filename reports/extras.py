@@ -51,8 +51,6 @@ class LaunchTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class TimelinePhase:
-    """A phase of the step: from event `start` up to event `end`."""
-
     name: str
     start: int
     end: int
@@ -102,7 +100,6 @@ class SensitivityPoint:
 
     @property
     def verdict(self) -> Fit:
-        """As a candidate's."""
         return "over" if not self.fits else "tight" if self.tight else "fits"
 
 
@@ -125,13 +122,11 @@ EXTRA_KEYS = tuple(extra.name for extra in fields(Extras))
 
 
 def extras_to_dict(extras: Extras) -> dict[str, Any]:
-    """The extras as keys of plan.json, empty ones left out."""
     values: dict[str, Any] = to_jsonable(extras)
     return {key: value for key, value in values.items() if value}
 
 
 def extras_from_dict(document: Mapping[str, Any]) -> Extras:
-    """The extras of a plan.json."""
     from planner.setup.codec import decode  # late: a new plan has none to read
 
     return decode(Extras, {key: document[key] for key in EXTRA_KEYS if key in document}, "plan.json")

@@ -151,7 +151,6 @@ def _markup(trusted: str) -> Any:
 
 
 def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -> dict[str, Any]:
-    """Everything that plan.html.j2 reads."""
     chosen, workload = plan.subject, plan.workload
     parts = breakdown(chosen, workload.memory_bytes, max_terms=40)
     charts = _charts(plan, extras, name)

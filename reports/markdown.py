@@ -16,7 +16,6 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>|~#&])")
 
 
 def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
-    """report.md of a plan or of a refusal."""
     extras = extras or Extras()
     blocks: list[str] = []
     if isinstance(plan, Plan):
@@ -96,12 +95,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[
 
 
 def document(title: str, *blocks: str) -> str:
-    """A document of a title and the blocks that are not empty."""
     return "\n\n".join([f"# {escape(title)}", *filter(None, blocks)]) + "\n"
 
 
 def bullets(items: Iterable[str]) -> str:
-    """A list of escaped sentences."""
     return "\n".join(f"- {escape(item)}" for item in items)
 
 

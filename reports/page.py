@@ -73,7 +73,6 @@ class Page:
         right: Sequence[str] = (),
         fixed: Sequence[str] = (),
     ) -> None:
-        """A whole table of texts."""
         table = self.table(*header, right=right, fixed=fixed)
         for row in rows:
             self.row(table, *row)

@@ -19,7 +19,6 @@ def to_ascii(text: str) -> str:
 
 
 def joined(parts: Iterable[str], separator: str = ", ") -> str:
-    """The parts that are not empty, joined."""
     return separator.join(part for part in parts if part)
 
 

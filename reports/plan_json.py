@@ -288,7 +288,6 @@ _WORKLOAD_FIELDS: dict[str, Any] = {
 
 
 def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
-    """One candidate back from its interchange form."""
     setup = {key: value for key, value in values["setup"].items() if key not in ("model", "gpu")}
     formula = level_from_dict(values["formula"])
     if not isinstance(formula, Prediction):
@@ -313,7 +312,6 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
 
 
 def level_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:
-    """One level's answer back."""
     values = with_present_names(values)
     if values["failure"] is not None:
         return decode(ProbeFailure, {"level": values["level"], **values["failure"]}, "failure")

@@ -50,7 +50,6 @@ class Lane:
 
     @property
     def level(self) -> Fidelity:
-        """That of its speed."""
         return speed_level(self.candidate.speed_evidence)
 
     @property
@@ -71,7 +70,6 @@ class Heat:
 
     @property
     def all(self) -> tuple[Lane, ...]:
-        """Files first."""
         return (*self.lanes, *((self.planned,) if self.planned is not None else ()))
 
     def speeds(self, lane: Lane) -> tuple[SpeedEvidence, SpeedEvidence] | None:
@@ -136,7 +134,6 @@ class RaceSheet(Sheet):
         return {"schema_version": SCHEMA_VERSION, "kind": "race", "level": self.level, "heats": heats}
 
     def view(self) -> dict[str, Any]:
-        """What comparison.html.j2 reads."""
         rows, charts = list[dict[str, Any]](), list[Chart]()
         for number, heat in enumerate(self.heats, 1):
             work = f" · {heat.workload.global_batch_seqs} × {heat.workload.seq_len_tokens:,}" * (len(self.heats) > 1)

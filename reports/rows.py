@@ -55,7 +55,6 @@ class MemoryRow:
 
     @property
     def end_bytes(self) -> int:
-        """Where the slice ends on the card."""
         return self.start_bytes + self.size_bytes
 
 
@@ -83,7 +82,6 @@ def best_terms(candidate: Candidate) -> Prediction:
 
 
 def category_bytes(terms: Iterable[MemoryTerm]) -> dict[str, int]:
-    """Bytes per category, in the order of CATEGORY_WORDS."""
     totals: dict[str, int] = {}
     for term in terms:
         totals[term.category] = totals.get(term.category, 0) + term.size_bytes
@@ -138,7 +136,6 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
 
 
 def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Evidence], ...]:
-    """The levels that were asked side by side, lowest first."""
     return tuple((LEVEL_WORDS[level], evidence) for level, evidence in candidate.levels)
 
 
@@ -192,7 +189,6 @@ def _marks(marks: Sequence[str]) -> str:
 
 
 def chosen_and_alternatives(plan: Plan) -> Iterator[tuple[str, Candidate, str]]:
-    """(label, candidate, trade) of the chosen setup and of its alternatives."""
     yield "chosen", plan.chosen, ""
     for alternative in plan.alternatives:
         yield alternative.label, alternative.candidate, alternative.trade

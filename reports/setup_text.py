@@ -37,7 +37,6 @@ def method_words(setup: TrainSetup, *, short: bool = False) -> str:
 
 
 def targets_words(setup: TrainSetup) -> str:
-    """The layers that carry adapters."""
     if isinstance(setup.lora_targets, tuple):
         return clean(", ".join(setup.lora_targets))
     return TARGET_WORDS[setup.lora_targets]
@@ -209,7 +208,6 @@ def setup_difference(setup: TrainSetup, other: TrainSetup) -> str:
 
 
 def gpus_words(workload: Workload) -> str:
-    """ "RTX 4090", "8 × RTX 4090"."""
     name = clean(workload.gpu.name)
     return name if workload.num_gpus == 1 else f"{workload.num_gpus} × {name}"
 

@@ -65,7 +65,6 @@ def cost_per_million(plan: Plan | NoPlan) -> float | None:
 
 
 def cost_words(plan: Plan | NoPlan) -> str:
-    """The cost of a million tokens as text."""
     cost = cost_per_million(plan)
     return "-" if cost is None else f"${cost:,.3f}"
 
@@ -118,7 +117,6 @@ def memory_mark(evidence: Evidence) -> str:
 
 
 def speed_mark(evidence: Evidence) -> str:
-    """The level of a speed figure with its error band."""
     return _mark(speed_level(evidence), speed_band(evidence))
 
 
@@ -135,7 +133,6 @@ def memory_marks(figures: Iterable[Evidence]) -> str:
 
 
 def speed_marks(figures: Iterable[Evidence]) -> str:
-    """The same of speed figures."""
     return _marks(
         (speed_level(evidence), sides.widest if (sides := sides_of(evidence)) else None) for evidence in figures
     )
@@ -175,18 +172,15 @@ def sentence_style(sentence: str) -> str:
 
 
 def fit_word(candidate: Candidate) -> str:
-    """ "yes", "tight" or "no"."""
     return FIT_WORDS[candidate.verdict]
 
 
 def parameter_words(parameter: str) -> str:
-    """A field of TrainSetup in words."""
     words = {"lora_rank": "LoRA rank", "seq_len_tokens": "sequence length", "micro_batch_seqs": "micro-batch"}
     return words.get(parameter, parameter)
 
 
 def verdict_sentence(plan: Plan) -> str:
-    """What to do, in one sentence. A plan whose choice a higher level refuted says so instead of recommending it."""
     words = setup_words(plan.chosen.setup)
     return f"Train with {words}." if plan.chosen.fits else f"Do not run this yet, it does not fit: {words}."
 
@@ -208,7 +202,6 @@ def short_verdict(plan: Plan) -> str:
 
 
 def nearest_sentence(no_plan: NoPlan) -> str:
-    """The setup that came nearest to fitting."""
     return f"The nearest setup is {setup_words(no_plan.nearest.setup)}."
 
 

@@ -86,7 +86,6 @@ def document(
 
 
 def text_lines(answer: Mapping[str, Any]) -> list[str]:
-    """The answer for a terminal."""
     words = {"fits": "It fits", "tight": "It fits, but takes of the headroom", "does not fit": "It does not fit"}
     lines = [
         f"{shlex.join(answer['command'])} on {answer['gpu_name']}",

@@ -64,7 +64,6 @@ class GpuChoice:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan for this card."""
         return isinstance(self.answer, Plan)
 
     @property
@@ -329,7 +328,6 @@ class ModelChoice:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan at the length asked for."""
         return isinstance(self.answer, Plan)
 
 
@@ -507,8 +505,6 @@ TARGETS_RIGHT = ("tokens/s", "band", "memory")
 
 @dataclass(frozen=True)
 class TargetsSheet(Sheet):
-    """The targets, fastest first, and what to make of them."""
-
     rows: Sequence[TargetChoice]
     workload: Workload
 
@@ -575,6 +571,5 @@ def _targets(rows: Sequence[TargetChoice]) -> list[tuple[str, ...]]:
 
 
 def _speed(candidate: Candidate) -> tuple[str, str]:
-    """Tokens/s, and their band."""
     formula = candidate.formula
     return f"{formula.tokens_per_s:,.0f}" if formula.tokens_per_s else "-", speed_band(formula) or "-"

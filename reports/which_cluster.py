@@ -25,7 +25,6 @@ MAX_ROWS = 20
 
 
 def assumptions(options: Sequence[ClusterOption]) -> tuple[str, ...]:
-    """What the figures take for granted."""
     samples = samples_speed_words((option.workload, option.candidate) for option in options)
     notes = (samples, adapters_note(option.candidate.setup for option in options))
     prices = joined(("Prices", price_dates(option.workload for option in options), "are indicative"), " ")

@@ -45,7 +45,6 @@ class Grid:
 
     @property
     def num_plans(self) -> int:
-        """Plans of one configuration."""
         return len(self.cards) * len(self.seq_lens) * len(self.methods)
 
 

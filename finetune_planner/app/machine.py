@@ -51,7 +51,6 @@ def _linked(path: Path) -> Path:
 
 
 def open_store(path: Path | None) -> "Store":
-    """The store at `path`, or the user's."""
     from probes.store import Store
 
     return Store(path if path is not None else default_store_path())

@@ -71,7 +71,6 @@ class ProgressLine:
             self.note(line)
 
     def note(self, line: str) -> None:
-        """A line that stays on the screen."""
         self.close()
         print(printable(line), file=sys.stderr, flush=True)
 

@@ -322,11 +322,9 @@ class Tuning:
 
     @property
     def rehearses(self) -> bool:
-        """Whether probes run on the CPU."""
         return self.device == "cpu"
 
     def dry_runs(self) -> bool:
-        """Whether a dry run goes before each probe."""
         from finetune_planner.app.levels import dry_run_possible
 
         return self.dry_run and not dry_run_possible()

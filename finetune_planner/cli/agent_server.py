@@ -68,7 +68,6 @@ class CommandRunner:
         return {**_short(document), "details": handle}
 
     def say(self, *words: str) -> str:
-        """A command's text."""
         return self._run(list(words), {}).strip()
 
     def details(self, handle: str, path: str = "") -> dict[str, Any]:

@@ -97,7 +97,6 @@ class FixOptions:
             raise UsageError("--out says where --fix writes", hint="add --fix")
 
     def target(self, file: Path) -> Path | None:
-        """Where the improved file goes, None where none is asked for."""
         return (self.out or fixed_path(file)) if self.fix else None
 
 

@@ -34,8 +34,6 @@ MAX_CARDS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """What is written of a plan, and where."""
-
     out: Annotated[Path | None, typer.Option(help="Directory for plan.json, report.md, launch files.")] = None
     target: Annotated[
         list[str] | None, typer.Option(help="Plan what this target can run; repeatable. Default: files for all.")
@@ -99,8 +97,6 @@ def _print_schema(wanted: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
-    """What is shown of a plan beside the answer."""
-
     why: Annotated[bool, typer.Option("--why", help="Show the decision tree with the bytes that decided.")] = False
     memory: Annotated[bool, typer.Option("--memory", help="Show every term of memory.")] = False
     everything: Annotated[bool, typer.Option("--all", help="Show everything: tree, terms, notes.")] = False
@@ -111,15 +107,12 @@ class ShowOptions:
 
     @property
     def names(self) -> frozenset[str]:
-        """As the reports call it."""
         wanted = {"why": self.why, "memory": self.memory, "all": self.everything}
         return frozenset(name for name, on in wanted.items() if on)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceOptions:
-    """Which fidelity levels a plan uses."""
-
     no_dry_run: options.NoDryRun = False
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Leave out what was measured on this GPU before.")

@@ -110,7 +110,6 @@ class Lookup:
         return (*(("--hub",) * self.hub), *named)
 
     def model(self, name: str) -> "ModelSpec":
-        """The model that the word means."""
         from planner.models.resolve import resolve_model
 
         return resolve_model(name, revision=self.revision, ask_hub=self.hub, like=self.like or "")
@@ -243,22 +242,17 @@ Interconnect = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """How the GPUs of a job are linked."""
-
     nodes: Nodes = None
     interconnect: Interconnect = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobGpus:
-    """The GPUs of a job and their links."""
-
     gpus: Gpus = None
     nodes: Nodes = None
     interconnect: Interconnect = None
 
     def of(self, card: GpuSpec) -> "Cluster | None":
-        """The cluster of such cards, None for one."""
         return cluster_of(card, self.gpus, self.nodes, self.interconnect)
 
     def of_file(self, card: GpuSpec, config: "ReadConfig") -> "Cluster | None":

@@ -37,8 +37,6 @@ MeasureSeconds = Annotated[float, typer.Option("--measure-seconds", help="Cap on
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """How one setup is measured."""
-
     full_depth: Annotated[bool, typer.Option("--full-depth", help="Run every layer instead of two depths.")] = False
     memory_gib: Annotated[float | None, typer.Option(help="Let this card stand in for one with that much (GiB).")] = (
         None

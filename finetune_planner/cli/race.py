@@ -69,14 +69,11 @@ class RivalOptions:
 
     @property
     def same(self) -> tuple[str, ...]:
-        """Fields of a setup that the plan shares with a file."""
         return (*SAME, *ADAPTER) if self.same_adapter else SAME
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Whether the files are run, and how."""
-
     run: Annotated[
         bool, typer.Option("--run", help="Run every file, and the plan's, by its own tool for some steps.")
     ] = False

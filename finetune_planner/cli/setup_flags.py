@@ -111,16 +111,13 @@ class Flag:
 
     @property
     def key(self) -> str:
-        """The option as a Python name."""
         return self.name or self.of
 
     @property
     def word(self) -> str:
-        """The option as it is typed, without its dashes."""
         return self.key.replace("_", "-")
 
     def annotation(self, *, wished: bool) -> Any:
-        """What typer reads the option from."""
         field_kind = self.kind or KINDS[self.of]
         kind = field_kind if field_kind in (bool, int, float) else str
         pair = f"/--no-{self.word}" if kind is bool and not self.single else ""

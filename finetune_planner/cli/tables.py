@@ -59,8 +59,6 @@ Out = Annotated[Path | None, typer.Option("--out", help="Write the table to this
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """Which cards are shown, and in which order."""
-
     vendor: Annotated[str | None, typer.Option(help="Only cards of this maker.")] = None
     sort: Annotated[str, typer.Option(help="size (smallest that fits first), speed or cost.")] = "size"
     fitting: Annotated[bool, typer.Option("--fitting", help="Leave out cards that do not fit.")] = False
@@ -304,7 +302,6 @@ def compare_targets(
 
 
 def targets_sheet(model: str, gpu: str, request: RequestOptions, lookup: options.Lookup) -> TargetsSheet:
-    """The launch targets beside each other for one request."""
     workload = workload_for(model, gpu, request, lookup=lookup)
     options.announced(workload.model)
     options.announced(workload.gpu)

@@ -35,8 +35,6 @@ too. Judgement."""
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """What is searched for, how, and how long."""
-
     goal: Annotated[str, typer.Option(help="What is best: tokens, cost or memory.")] = "tokens"
     budget: Annotated[str, typer.Option(help="End after this long, a probe or a run too: 5m, 90s, 1.5h.")] = "5m"
     max_probes: Annotated[int, typer.Option(help="Stop after this many probes.")] = DEFAULT_PROBES

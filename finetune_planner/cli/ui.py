@@ -158,13 +158,11 @@ class Catalog:
         return f"{__version__} {newest} {self._request}\n"
 
     def first(self) -> tuple[str, str]:
-        """What is shown at first."""
         model = next((spec for spec in self.models if spec.model_id == FIRST_MODEL), self.models[0])
         gpu = next((card for card in self.gpus if card.key == FIRST_GPU), self.gpus[0])
         return model.model_id, gpu.key
 
     def pairs(self) -> list[tuple[ModelSpec, GpuSpec]]:
-        """Every model on every GPU."""
         return [(model, gpu) for model in self.models for gpu in self.gpus]
 
     def search(self, text: str) -> list[str]:
@@ -210,7 +208,6 @@ class Catalog:
         return None
 
     def page(self, *, writes: bool) -> str:
-        """The page with everything on offer."""
         return page(self.models, self.gpus, writes=writes, first=self.first(), data=self.data.words, sized=self.sized)
 
 
@@ -296,7 +293,6 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -318,7 +314,6 @@ class Handler(BaseHTTPRequestHandler):
     """Seconds; who sends nothing for so long is let go."""
 
     def do_GET(self) -> None:
-        """Answers, or says why not."""
         # another site's name that was pointed at this machine, or another site's page that asks in its reader's name
         foreign = self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
         if foreign or self.headers.get("Host") not in self.server.hosts:

@@ -46,8 +46,6 @@ DEFAULT_MAX_GPUS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """How long the training may take, and what it may cost."""
-
     deadline: Annotated[str | None, typer.Option(help="Longest time the training may take: 90m, 24h, 3d.")] = None
     budget: Annotated[float | None, typer.Option(help="Most it may cost, in US dollars.")] = None
 

@@ -91,7 +91,6 @@ def try_lock(descriptor: int) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Gives it to the next."""
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     else:

@@ -25,7 +25,6 @@ class Note(str):
         return note
 
     def __reduce__(self) -> tuple[type["Note"], tuple[str, Place]]:
-        """What a copy and a pickle are made of."""
         return Note, (str(self), self.place)
 
 
@@ -45,7 +44,6 @@ def usual(text: str) -> Note:
 
 
 def place_of(note: str) -> Place:
-    """Where a note stands."""
     return note.place if isinstance(note, Note) else Place.PLAIN
 
 

@@ -70,7 +70,6 @@ def write_whole(
 
 
 def sha256(content: bytes) -> str:
-    """SHA-256 in hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 

@@ -33,7 +33,6 @@ class _Later:
 
 
 def _init(cls: Any, namespace: dict[str, Any]) -> str:
-    """The source of `__init__`; `namespace` takes the defaults that it names."""
     namespace |= {"_put": object.__setattr__, "_unset": MISSING}
     slots, store = any(vars(base).get("__slots__") for base in cls.__mro__), "self.{0} = {1}"
     if cls.__setattr__ is _refuse_assignment:
@@ -55,7 +54,6 @@ def _init(cls: Any, namespace: dict[str, Any]) -> str:
 
 
 def _values(of: str, names: Iterable[str]) -> str:
-    """The source of the tuple of an object's values."""
     return f"({''.join(f'{of}.{name}, ' for name in names)})"
 
 

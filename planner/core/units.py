@@ -19,12 +19,10 @@ def gib(size_bytes: float) -> str:
 
 
 def signed_gib(size_bytes: float) -> str:
-    """A difference as text: +1.50 GiB."""
     return f"{'-' if size_bytes < 0 else '+'}{gib(abs(size_bytes))}"
 
 
 def percent(fraction: float, decimals: int = 0) -> str:
-    """`fraction` as text in percent."""
     return f"{100 * fraction:.{decimals}f} %"
 
 

@@ -41,7 +41,6 @@ class AmdSmi:
         return unsupported
 
     def nvmlShutdown(self) -> None:
-        """Ends the connection to the driver."""
         self._smi.amdsmi_shut_down()
 
     def visible_handles(self) -> tuple[Any, ...]:
@@ -75,7 +74,6 @@ class AmdSmi:
         return len(self._smi.amdsmi_get_processor_handles())
 
     def nvmlDeviceGetName(self, handle: Any) -> str:
-        """The marketing name."""
         return str(self._smi.amdsmi_get_gpu_asic_info(handle)["market_name"])
 
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
@@ -95,7 +93,6 @@ class AmdSmi:
         return [SimpleNamespace(pid=pid, usedGpuMemory=used_bytes) for pid, used_bytes in holding if used_bytes]
 
     def nvmlSystemGetDriverVersion(self) -> str:
-        """Name and version of the kernel driver."""
         driver = self._smi.amdsmi_get_gpu_driver_info(self._smi.amdsmi_get_processor_handles()[0])
         return f"{driver['driver_name']} {driver['driver_version']}"
 

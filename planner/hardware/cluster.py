@@ -73,7 +73,6 @@ class Cluster:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs of one node."""
         return self.num_gpus // self.num_nodes
 
 

@@ -46,7 +46,6 @@ def _nvidia() -> ModuleType | None:
 
 
 def text(value: str | bytes) -> str:
-    """NVML's names: bytes in its older releases."""
     return value.decode() if isinstance(value, bytes) else value
 
 

@@ -93,13 +93,11 @@ def counted(text: str) -> tuple[int | None, str]:
 
 
 def _kinds(text: str) -> list[str]:
-    """The parts of a name of several cards ("A100 + 2x H100"); empty of one."""
     parts = re.split(r"\s*[+,&]\s*|\s+and\s+", text)
     return parts if len(parts) > 1 and all(parts) else []
 
 
 def without_size(name: str) -> str:
-    """A name, normalized, without the memory that stands in it."""
     return normalized(_MEMORY.sub(" ", name))
 
 
@@ -196,7 +194,6 @@ def _memory(row: dict[str, str], gib: float | None = None) -> tuple[int, str]:
 
 
 def _marketed_gib(row: dict[str, str]) -> list[float]:
-    """The sizes that a row is sold with."""
     return [float(size) for size in row["marketing_gib"].split("|")]
 
 
@@ -300,12 +297,10 @@ def _keys_without_size() -> dict[str, tuple[str, ...]]:
 
 @cache
 def _gpu(key: str) -> GpuSpec:
-    """One row; a plan asks for one of many."""
     return _spec(_rows()[key])
 
 
 def all_gpus() -> tuple[GpuSpec, ...]:
-    """Every row of the table, in its order."""
     return tuple(map(_gpu, _rows()))
 
 
@@ -449,7 +444,6 @@ def _refuse_unlike(num: int) -> None:
 
 
 def _named(text: str) -> GpuSpec:
-    """The row that a name stands for."""
     gib, words = size_and_words(text)
     exact, same = _first(_keys(), text), _first(_keys_without_size(), words) or ()
     if exact is not None:
@@ -536,7 +530,6 @@ def larger_versions(gpu: GpuSpec) -> list[GpuSpec]:
 
 
 def _service(name: str) -> str:
-    """Which cards a notebook service gives, where the name is the service's."""
     words = "".join(letter for letter in name.lower() if letter.isalpha())
     return next((f"{service.title()} gives {cards}" for service, cards in SERVICES.items() if service in words), "")
 
@@ -563,7 +556,6 @@ def _may_mean(text: str, wanted: str, spec: GpuSpec) -> bool:
 
 
 def _closest(name: str) -> list[str]:
-    """Keys of the rows whose names are most like this one."""
     from planner.core.close import close_names
 
     names = {

@@ -141,7 +141,6 @@ def entries() -> tuple[CatalogueEntry, ...]:
 
 
 def names(*, model_type: str | None = None) -> tuple[str, ...]:
-    """The names of the catalogue's models, in order; those of one `model_type` where it is given."""
     lines = _text().splitlines()
     if model_type is not None:
         lines = [line for line in lines if json.loads(line)["config"]["model_type"] == model_type]
@@ -166,7 +165,6 @@ def hub_ids() -> tuple[tuple[tuple[str, ...], int], ...]:
 
 
 def all_names() -> tuple[str, ...]:
-    """Every lower-case name that `load` accepts."""
     listed = [name for line in _text().splitlines() for name in json.loads(b"[" + _list_of_names(line) + b"]")]
     return (*listed, *map(str.lower, PLAIN_COPIES.values()))
 

@@ -51,7 +51,6 @@ def _home() -> Path:
 
 
 def cache_directory() -> Path:
-    """Where huggingface_hub keeps models."""
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     return Path(os.path.expandvars(given)).expanduser() if given else _home() / "hub"
 

@@ -97,12 +97,10 @@ class LinearSpec:
 
     @property
     def num_weights(self) -> int:
-        """Elements of all `num` matrices, biases not counted."""
         return self.num * self.in_features * self.out_features
 
     @property
     def num_bias(self) -> int:
-        """Elements of all biases."""
         return self.num * self.out_features if self.bias else 0
 
 
@@ -119,7 +117,6 @@ class NormSpec:
 
     @property
     def num_params(self) -> int:
-        """Elements of weight and bias."""
         return self.size * (int(self.weight) + int(self.bias))
 
 
@@ -220,7 +217,6 @@ class LayerSpec:
 
     @property
     def num_params(self) -> int:
-        """All parameters of one such layer."""
         return (
             sum(linear.num_weights + linear.num_bias for linear in self.linears)
             + sum(norm.num_params for norm in self.norms)
@@ -239,7 +235,6 @@ class EmbeddingSpec:
 
     @property
     def num_params(self) -> int:
-        """Elements of the table."""
         return self.num_rows * self.dim
 
 
@@ -408,7 +403,6 @@ class ModelSpec:
 
     @cached_property
     def expert_stacks(self) -> tuple[int, ...]:
-        """How many experts each stack of each kind of layer holds."""
         return tuple(linear.num for layer in self.layer_kinds for linear in layer.linears if linear.is_stack)
 
     @cached_property
@@ -453,7 +447,6 @@ class ModelSpec:
 
     @cached_property
     def num_embedding_params(self) -> int:
-        """Parameters of all lookup tables (a tied head is in here)."""
         return sum(table.num_params for table in self.embeddings)
 
     @cached_property

@@ -145,7 +145,6 @@ CLAMPS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})
 
 
 def quantizes(model: ModelSpec) -> bool:
-    """Whether bitsandbytes finds a matrix to quantize in transformers' class of a model."""
     return any(linear.quantizes for layer in model.layer_kinds for linear in layer.linears)
 
 

@@ -75,7 +75,6 @@ class Adapter:
 
     @property
     def adapts_matrices(self) -> bool:
-        """Whether matrices are adapted."""
         return self.form in MATRIX_FORMS
 
     @property

@@ -71,10 +71,8 @@ class Images:
 
     @property
     def values(self) -> dict[str, int]:
-        """As JSON values."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def words(self) -> str:
-        """For people."""
         return f"{self.num} image{'s' * (self.num > 1)} of {self.width} x {self.height} pixels"

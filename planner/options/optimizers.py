@@ -110,7 +110,6 @@ class Optimizer:
         return (states.param_dtype_states * size_bytes + 4 * states.fp32) * num_trained + eight_bit + factored
 
     def scale_bytes(self, num: int) -> int:
-        """Bytes of the scales of `num` parameters' 8-bit states."""
         return self.states.eight_bit * 4 * (num // BLOCK_8BIT)
 
     def wide_state_bytes(self, num: int) -> int:
@@ -118,7 +117,6 @@ class Optimizer:
         return self.states.eight_bit * (3 * num - 4 * (num // BLOCK_8BIT))
 
     def step_bytes(self, num_trained: int, size_bytes: int, *, largest_tensor: int) -> int:
-        """Temporary bytes of one optimizer step."""
         of_largest = self.temporaries.fp32_of_largest * (1 + int(size_bytes != 4))
         return self.temporaries.copies * size_bytes * num_trained + of_largest * 4 * largest_tensor
 

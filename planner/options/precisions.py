@@ -27,7 +27,6 @@ class Precision:
 
     @property
     def compute(self) -> str:
-        """Data type of matrix multiplications."""
         return self.autocast or self.weights
 
     @property

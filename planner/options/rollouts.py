@@ -80,7 +80,6 @@ class Rollout:
 
     @property
     def values(self) -> dict[str, Any]:
-        """As JSON values."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property

@@ -57,30 +57,30 @@ class _Walked(NamedTuple):
     best: WalkedSetup | None
 
 
-def _walk(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache, explained: Explained
-) -> _Walked:
-    if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
-        workload = replace(workload, targets=("axolotl",))  # the one target that has it on the card
-    elif _packs_alone(workload):
-        workload = replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)})
-    values, results = dimension_values(workload), WalkResults(cache=cache)
-    taken = choose(workload, values, results, corrections, explained=bool(explained))
-    return _Walked(workload, values, results, *taken)
+class _Asked(NamedTuple):
+    """How a workload is planned: the arguments of `plan_workload`."""
 
+    corrections: Mapping[CorrectionKey, float] | None
+    cache: WalkCache
+    num_ranked: int = NUM_RANKED
+    helped: bool = True
+    explained: Explained = True
 
-def _walk_fitting(
-    workload: Workload,
-    corrections: Mapping[CorrectionKey, float] | None,
-    cache: WalkCache,
-    *,
-    explained: Explained = True,
-) -> _Walked | None:
-    """The same; None where nothing fits, or no setup can be."""
-    with suppress(UsageError):
-        walked = _walk(workload, corrections, cache, explained)
-        return walked if walked.best is not None else None
-    return None
+    def walk(self, workload: Workload) -> _Walked:
+        if True in workload.fixed.get("quantize_experts", ()) and not workload.targets:
+            workload = replace(workload, targets=("axolotl",))  # the one target that has it on the card
+        elif _packs_alone(workload):
+            workload = replace(workload, fixed={**workload.fixed, "quantize_experts": (True,)})
+        values, results = dimension_values(workload), WalkResults(cache=self.cache)
+        taken = choose(workload, values, results, self.corrections, explained=bool(self.explained))
+        return _Walked(workload, values, results, *taken)
+
+    def walk_fitting(self, workload: Workload) -> _Walked | None:
+        """The same; None where nothing fits, or no setup can be."""
+        with suppress(UsageError):
+            walked = self.walk(workload)
+            return walked if walked.best is not None else None
+        return None
 
 
 def plan_workload(
@@ -106,20 +106,17 @@ def plan_workload(
         UsageError: the user's requests contradict each other so that no setup can exist at all, or no way of spreading
             the job suits the number of GPUs, the global batch and the options given.
     """
-    cache = cache if cache is not None else WalkCache()
-    if quantizes_again(workload):
-        why = "is not quantized again"
-        unpacked = _of_unpacked(workload, why, corrections, cache, num_ranked, helped, explained)
-        if unpacked is not None:
-            return unpacked
+    asked = _Asked(corrections, cache if cache is not None else WalkCache(), num_ranked, helped, explained)
+    if quantizes_again(workload) and (unpacked := _of_unpacked(workload, "is not quantized again", asked)):
+        return unpacked
     if not corrections and workload.num_gpus == 1 and _packed(workload) and _weights_alone_exceed(workload):
-        packed = _with_packed_experts(workload, corrections, cache)
+        packed = _with_packed_experts(workload, asked)
         if packed is not None:
             return packed
-    walked = _walk(workload, corrections, cache, explained)
+    walked = asked.walk(workload)
     if walked.best is None:
-        return _nothing_fits(walked, corrections, num_ranked, helped, explained)
-    walked, lost = _of_some_target(walked.workload, walked.best, corrections, cache, explained) or (walked, ())
+        return _nothing_fits(walked, asked)
+    walked, lost = _of_some_target(walked.workload, walked.best, asked) or (walked, ())
     return _plan(walked, lost, num_ranked, explained)
 
 
@@ -155,45 +152,35 @@ def _plan(walked: _Walked, notes: Sequence[str], num_ranked: int = NUM_RANKED, e
     )
 
 
-def _nothing_fits(
-    walked: _Walked,
-    corrections: Mapping[CorrectionKey, float] | None,
-    num_ranked: int,
-    helped: bool,
-    explained: Explained,
-) -> Plan | NoPlan:
+def _nothing_fits(walked: _Walked, asked: _Asked) -> Plan | NoPlan:
     """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
     workload, values, results, _, _ = walked
     space = _space_count(workload, values, results)
     if not space.walked:
-        why = "the named target does not unpack"
-        unpacked = _of_unpacked(workload, why, corrections, results.cache, num_ranked, helped, explained)
-        if unpacked is not None:
+        if unpacked := _of_unpacked(workload, "the named target does not unpack", asked):
             return unpacked
         layouts = results.walked if workload.num_gpus > 1 else ()
         check_something_expressed(workload, sample_setups(workload, values, layouts))
         raise _nothing_to_walk(workload, results)
-    if packed := _with_packed_experts(workload, corrections, results.cache):
+    if packed := _with_packed_experts(workload, asked):
         return packed
     why = "trains only unpacked and does not fit so"  # a copy that does not fit either is not shown, nor helped
-    copied = _of_unpacked(workload, why, corrections, results.cache, num_ranked, False, explained)
+    copied = _of_unpacked(workload, why, asked._replace(helped=False))
     if isinstance(copied, Plan):
         return copied
-    if offloaded := _in_the_host(workload, corrections, results.cache):
-        return offloaded
-    if mapped := _by_device_map(workload, corrections, results.cache):
-        return mapped
+    if way_out := _in_the_host(workload, asked) or _by_device_map(workload, asked):
+        return way_out
     from planner.planning.decision.alternatives import refusal  # a plan needs none
 
-    if explained is not True:
+    if asked.explained is not True:
         return refusal(workload, results, (), space, (), helped=False)
     alone = _one_gpu(workload, results.cache) if workload.num_gpus > 1 else None
     tree = tuple(answers(workload, results, None, None, None, alone))
     installed = _with_packages(workload, None, results.cache)
     notes = (*_package_notes(workload, None, installed), *cluster_notes(workload.cluster))
-    other_forms = tuple(_other_forms(workload)) if helped else ()
-    refused = refusal(workload, results, tree, space, notes, helped=helped, other_forms=other_forms)
-    if not helped:
+    other_forms = tuple(_other_forms(workload)) if asked.helped else ()
+    refused = refusal(workload, results, tree, space, notes, helped=asked.helped, other_forms=other_forms)
+    if not asked.helped:
         return refused
     forms = [(candidate(*form).formula.peak_device_bytes, form[0]) for form in other_forms]
     beyond = [form for form in forms if workload.budget_bytes < form[0] < refused.nearest.formula.peak_device_bytes]
@@ -324,7 +311,7 @@ def _other_forms(workload: Workload) -> Iterator[tuple[Workload, TrainSetup]]:
     copies = [replace(workload, model=copy)] if copy is not None else []
     for request in (*_packed(workload), *copies, *chain.from_iterable(map(_packed, copies))):
         with suppress(UsageError):
-            walked = _walk(request, None, WalkCache(), explained=True)
+            walked = _Asked(None, WalkCache()).walk(request)
             points = filter(None, (node.smallest for node in walked.results.nodes().values()))
             if smallest := min(points, key=lambda point: point.peak_device_bytes, default=None):
                 yield walked.workload, smallest.setup
@@ -348,9 +335,7 @@ def _weights_alone_exceed(workload: Workload) -> bool:
     )
 
 
-def _in_the_host(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
-) -> Plan | None:
+def _in_the_host(workload: Workload, asked: _Asked) -> Plan | None:
     """The plan with states in the memory of one GPU's host, where it was said how much that has."""
     if not workload.host_bytes or workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed):
         return None
@@ -359,19 +344,17 @@ def _in_the_host(
     for more in ({}, {"optimizer": ("sgd",)}):
         if more.keys() & workload.fixed.keys():
             continue
-        if walked := _walk_fitting(replace(workload, fixed={**fixed, **more}), corrections, cache):
+        if walked := asked._replace(explained=True).walk_fitting(replace(workload, fixed={**fixed, **more})):
             plan = _plan(walked, [risk("nothing fits on the card alone: states lie in its host")])
             if more:
-                others = in_backward(workload, plan.chosen.formula.peak_device_bytes, cache)
+                others = in_backward(workload, plan.chosen, asked.cache)
                 eight = [f"{remedy.action.partition(':')[0]} has 8-bit ones" for remedy in others]
                 plan = replace(plan, notes=(measured("; ".join((stateless, *eight))), *plan.notes))
             return plan
     return None
 
 
-def _by_device_map(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
-) -> Plan | None:
+def _by_device_map(workload: Workload, asked: _Asked) -> Plan | None:
     """The plan with whole layers dealt to the GPUs of one node by one process, where only loading bars a quantized
     base from being cut."""
     cluster = workload.cluster
@@ -387,19 +370,17 @@ def _by_device_map(
     if not reasons:
         return None
     fixed = {**workload.fixed, "parallel": ("device-map",)}
-    walked = _walk_fitting(replace(workload, fixed=fixed), corrections, cache)
+    walked = asked._replace(explained=True).walk_fitting(replace(workload, fixed=fixed))
     words = f"a device map, whose GPUs take turns: {min(reasons)[1]}"
     return _plan(walked, [measured(words)]) if walked is not None else None
 
 
-def _with_packed_experts(
-    workload: Workload, corrections: Mapping[CorrectionKey, float] | None, cache: WalkCache
-) -> Plan | None:
+def _with_packed_experts(workload: Workload, asked: _Asked) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
     from planner.memory.engines.host import assumed_host_bytes  # seldom needed
 
     for request in _packed(workload):
-        walked = _walk_fitting(request, corrections, cache)
+        walked = asked._replace(explained=True).walk_fitting(request)
         if walked is None or walked.best is None:
             continue
         if pinned_bytes(workload.model, walked.best.setup) <= assumed_host_bytes(workload):
@@ -407,25 +388,18 @@ def _with_packed_experts(
     return None
 
 
-def _of_some_target(
-    workload: Workload,
-    fastest: WalkedSetup,
-    corrections: Mapping[CorrectionKey, float] | None,
-    cache: WalkCache,
-    explained: Explained,
-) -> tuple[_Walked, tuple[str, ...]] | None:
+def _of_some_target(workload: Workload, fastest: WalkedSetup, asked: _Asked) -> tuple[_Walked, tuple[str, ...]] | None:
     """The target whose own best setup is best, where none has a file for the fastest setup of all, and a note where
     that costs speed; None where one has, or no target trains anything that fits."""
     reason = unwritten(workload, fastest.setup)
     if not reason:
         return None
     targets = [replace(workload, targets=(name,)) for name, why_not in writers(workload).items() if not why_not]
-    named = (_walk_fitting(each, corrections, cache, explained=False) for each in targets)
-    options = [walked for walked in named if walked is not None]
+    options = [*filter(None, map(asked._replace(explained=False).walk_fitting, targets))]
     if not options:
         return None
     walked = _least_lossy(workload, options, fastest)
-    walked = _walk(walked.workload, corrections, cache, explained) if explained else walked
+    walked = asked.walk(walked.workload) if asked.explained else walked
     of_samples = " of the samples' own" * bool(workload.data.real_fractions)
     speed = f"{fastest.tokens_per_s:,.0f} tokens/s{of_samples}"
     note = measured(f"no tool has a file for the fastest setup ({speed}): {reason}")
@@ -461,27 +435,13 @@ def quantizes_again(workload: Workload) -> bool:
     return quantized and bool(dequantizing_class(workload.model))
 
 
-def _of_unpacked(
-    workload: Workload,
-    why: str,
-    corrections: Mapping[CorrectionKey, float] | None,
-    cache: WalkCache,
-    num_ranked: int,
-    helped: bool,
-    explained: Explained,
-) -> Plan | NoPlan | None:
+def _of_unpacked(workload: Workload, why: str, asked: _Asked) -> Plan | NoPlan | None:
     """The answer for the 16-bit copy of weights that are published packed; None where there is none, or no setup."""
     if (copy := plain_copy(workload.model)) is None:
         return None
+    how = asked._replace(cache=asked.cache.of_copy)._asdict()
     try:
-        plan = plan_workload(
-            replace(workload, model=copy),
-            corrections,
-            cache.of_copy,
-            num_ranked=num_ranked,
-            helped=helped,
-            explained=explained,
-        )
+        plan = plan_workload(replace(workload, model=copy), **how)
     except UsageError:
         return None
     return replace(plan, notes=(_copied(workload.model, copy, why), *plan.notes))

@@ -394,7 +394,6 @@ def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
 
 
 def summary(result: CheckResult) -> str:
-    """The verdict in one sentence."""
     peak, budget = result.prediction.peak_device_bytes, result.budget_bytes
     step_fits = not result.evaluation_bytes and judge(result.prediction, budget, result.band) is Verdict.FITS
     words = {

@@ -81,8 +81,6 @@ def distinct_parts(model: ModelSpec, setup: TrainSetup) -> list[RankPart]:
 
 
 class _Activations:
-    """A part's activations."""
-
     def __init__(self, layers: "_Layers", inner: TrainSetup) -> None:
         self._layers, self._inner = layers, inner
         self.parts, self._one = layers.computed(inner, 1)
@@ -221,7 +219,6 @@ class Rank:
         return baseline
 
     def stepping(self, baseline: _RankBaseline, optimizers: Sequence[str]) -> list[tuple[int, int]]:
-        """The `Stepping` of each optimizer."""
         state, by_optimizer = baseline.state, baseline.stepping
         for optimizer in optimizers:
             if optimizer not in by_optimizer:

@@ -57,7 +57,6 @@ def _choice(workload: Workload, name: str) -> TargetChoice:
 
 
 def tokens_per_s(row: TargetChoice) -> float | None:
-    """Predicted tokens/s of what is planned for a target."""
     return row.candidate.formula.tokens_per_s if row.candidate is not None else None
 
 

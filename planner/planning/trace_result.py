@@ -29,8 +29,6 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """Bytes that are alive at the peak and belong together."""
-
     name: str
     size_bytes: int
     num_allocations: int

@@ -103,7 +103,6 @@ class DatasetStats:
         return self.lengths_tokens[-1] if whole else None
 
     def percentile(self, fraction: float) -> int:
-        """The length that `fraction` of the rows do not exceed."""
         index = min(len(self.lengths_tokens) - 1, max(0, round(fraction * len(self.lengths_tokens)) - 1))
         return self.lengths_tokens[index]
 
@@ -145,7 +144,6 @@ class DatasetStats:
         return replace(self, lengths_tokens=lengths, starts_tokens=starts, rows_per_sample=self.rows_per_sample * share)
 
     def cut_fraction(self, seq_len_tokens: int) -> float:
-        """Share of the rows that are cut."""
         return sum(length > seq_len_tokens for length in self.lengths_tokens) / len(self.lengths_tokens)
 
     def packing_fraction(self, seq_len_tokens: int) -> float:

@@ -38,7 +38,6 @@ def global_batch(
 
 
 def steps_per_epoch(epoch_seqs: int, global_batch_seqs: int) -> int:
-    """Optimizer steps of one pass over the data."""
     return max(1, ceil(epoch_seqs / global_batch_seqs))
 
 

@@ -118,7 +118,6 @@ class TokenizerChild:
         self._answer("is no tokenizer that can be read")
 
     def __call__(self, text: str) -> int:
-        """The number of tokens of a text."""
         return int(self._reply(text))
 
     def rows(self, chat: Row, loss_on: str) -> list[tuple[int, int, int]] | None:
@@ -171,7 +170,6 @@ def _sizes(tokenizer: Any, text: str, learned: list[tuple[int, int]]) -> tuple[i
 
 
 def main() -> None:
-    """The child."""
     try:
         import resource
 

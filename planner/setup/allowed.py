@@ -147,7 +147,6 @@ def _check_sharing(setup: SetupValues) -> None:
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = "") -> None:
-    """Refuses a value that is none of these."""
     if value not in allowed:
         options = ", ".join(allowed)
         if reason := known_unplanned(name, value):
@@ -156,7 +155,6 @@ def one_of(name: str, value: object, allowed: tuple[str, ...], *, hint: str = ""
 
 
 def count(name: str, value: object, *, at_least: int) -> None:
-    """Refuses what is no whole number within sense."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise SetupError(f"{name} must be a whole number, got {value!r}")
     if not at_least <= value <= MAX_COUNT:

@@ -26,7 +26,6 @@ EARLIER_NAMES = {"dealt": "expert_parallel", "rung": "level"}
 
 
 def with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of fields under the names that these have now."""
     return {EARLIER_NAMES.get(name, name): value for name, value in values.items()}
 
 
@@ -118,7 +117,6 @@ def _union(options: list[Decoder], optional: bool) -> Decoder:
 
 
 def _one_of(allowed: Mapping[Any, Any], words: str) -> Decoder:
-    """What each of the allowed values stands for."""
 
     def one_of(value: Any) -> Any:
         if not isinstance(value, (str, int)) or value not in allowed:

@@ -20,7 +20,6 @@ Term = tuple[Category, str, int]
 
 
 def total_bytes(terms: Iterable[Term]) -> int:
-    """The bytes of all terms."""
     return sum([term[2] for term in terms])
 
 
@@ -35,7 +34,6 @@ class MemoryTerm:
 
     @property
     def resident(self) -> bool:
-        """Alive in every phase."""
         return len(self.phases) == len(PHASES)
 
 
@@ -55,7 +53,6 @@ class MemoryBreakdown:
 
     @cached_property
     def phase_bytes(self) -> dict[str, int]:
-        """Allocated bytes at the peak of each phase."""
         totals: dict[str, int] = dict.fromkeys(PHASES, 0)
         for term in self.terms:
             for phase in term.phases:

@@ -34,12 +34,10 @@ class Band(NamedTuple):
         return cls(1 - 1 / (1 + fraction), fraction)
 
     def wider(self, other: "Band") -> "Band":
-        """The wider on each side."""
         return Band(max(self.below, other.below), max(self.above, other.above))
 
     @property
     def widest(self) -> float:
-        """The wider side."""
         return max(self)
 
 

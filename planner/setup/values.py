@@ -34,7 +34,6 @@ class Program:
 
     @property
     def trainer(self) -> Stack:
-        """The stack's row."""
         return STACKS[self.stack]
 
     def before_transformers(self, *version: int) -> bool:
@@ -64,7 +63,6 @@ class Goal:
 
     @property
     def objective_spec(self) -> Objective:
-        """The objective's row."""
         return OBJECTIVES[self.objective]
 
     @property
@@ -243,7 +241,6 @@ class Adaptation:
 
     @property
     def kind(self) -> Adapter:
-        """The adapter's row."""
         return ADAPTERS[self.adapter]
 
     @property
@@ -273,12 +270,10 @@ class Weights:
 
     @property
     def quantized(self) -> bool:
-        """Whether the base is quantized."""
         return self.quantization != "none"
 
     @property
     def four_bit(self) -> bool:
-        """Whether the base is held in 4 bits."""
         return self.quantization in ("nf4", "nf4-double")
 
     @property

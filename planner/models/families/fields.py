@@ -59,7 +59,6 @@ class Fields:
         self.where = where
 
     def has(self, name: str) -> bool:
-        """Whether the key is present, null included."""
         return name in self.raw
 
     def _get(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
@@ -98,7 +97,6 @@ class Fields:
         return self.count(*names, kind=kind, at_least=at_least)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean; absent or null gives the default."""
         value = self.raw.get(name)
         if value is None:
             return default
@@ -139,7 +137,6 @@ class Fields:
                 place.positive(name)
 
     def activation(self, *names: str, default: str) -> str:
-        """The name of an activation function."""
         name, value = self._get(names, default)
         if value not in ACTIVATIONS:
             raise self._wrong(name, "the name of an activation function of transformers", value)
@@ -201,6 +198,5 @@ class Fields:
         return nested
 
     def divides(self, name: str, divisor: int, whole_name: str, whole: int) -> None:
-        """Check that `divisor` divides `whole`."""
         if whole % divisor:
             raise self.wrong(f"{whole_name} {whole} must be a multiple of {name} {divisor}")

@@ -52,7 +52,6 @@ def linear(
 def norm(
     name: str, size: int, kind: NormKind = "rms", bias: bool = False, rows: int = 1, *, weight: bool = True
 ) -> NormSpec:
-    """One normalisation module."""
     return NormSpec(name=name, kind=kind, size=size, bias=bias, weight=weight, rows_per_token=rows)
 
 
@@ -62,7 +61,6 @@ def layer_norm(name: str, size: int, *, affine: bool = True) -> NormSpec:
 
 
 def gated_mlp(hidden: int, intermediate: int, *, bias: bool = False, prefix: str = "mlp") -> tuple[LinearSpec, ...]:
-    """gate, up and down."""
     return (
         linear(f"{prefix}.gate_proj", "gate", hidden, intermediate, bias),
         linear(f"{prefix}.up_proj", "up", hidden, intermediate, bias),
@@ -103,7 +101,6 @@ class Decoder:
         return num_kv
 
     def attention(self, bias: bool, o_bias: bool) -> tuple[LinearSpec, ...]:
-        """q, k, v, o as four matrices."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv * self.head_dim
         return (
             linear("self_attn.q_proj", "q", self.hidden, queries, bias),
@@ -113,7 +110,6 @@ class Decoder:
         )
 
     def softmax(self, window: int | None = None, **more: Any) -> AttentionSpec:
-        """Scaled-dot-product attention with queries, keys and values of one width."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv,

@@ -99,7 +99,6 @@ def siglip_model(trunk: ModelSpec, field: Mapping[str, Any], path: str, last_nor
 
 
 def siglip_layer(hidden: int, inner: int, path: str) -> LayerSpec:
-    """The matrices and norms of one layer."""
     roles: tuple[tuple[str, Role], ...] = (("k", "k"), ("v", "v"), ("q", "q"), ("out", "o"))
     return LayerSpec(
         kind="vision",

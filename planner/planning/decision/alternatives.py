@@ -1,10 +1,10 @@
 """What stands beside a plan: alternatives, the longest context, and what would make something fit."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import count, product, takewhile
 from typing import Any
 
 from planner.core.errors import PlannerError, SetupError, UsageError
@@ -263,7 +263,7 @@ def _remedies(
     if not relaxed and not shorter:
         yield from _relaxed_and_shorter(workload, nearest, cache)
     yield from _opt_in(workload, nearest, cache)
-    yield from in_backward(workload, nearest.formula.peak_device_bytes, cache)
+    yield from in_backward(workload, nearest, cache)
     yield from _streamed(workload, nearest, cache)
     yield from _offloaded(workload, nearest, cache)
     # The largest batch that fits, of an objective whose micro-batch is the whole batch.
@@ -273,7 +273,7 @@ def _remedies(
             workload, nearest, "--global-batch", 1, most, lambda size: nearest.setup.replace(micro_batch_seqs=size)
         )
     yield from shorter
-    yield from _smaller_images(workload, nearest, cache)
+    yield from _first_that_fits(_smaller_images(workload), nearest, cache)
     if workload.num_gpus > 1:
         yield from _more_gpus(workload, nearest, cache)
         yield from _larger_host(workload, results)
@@ -313,27 +313,22 @@ def _relaxed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterat
             left_out = {name, "method", "quantization", "precision"} if name in ("method", "quantization") else {name}
             freer = {key: value for key, value in workload.fixed.items() if key not in left_out}
             requests.append((flags.get(name, name.replace("_", "-")), replace(workload, fixed=freer)))
-    for flag, request in requests:
-        if remedy := _fitting(request, cache, nearest.formula.peak_device_bytes, f"leave --{flag} out"):
-            yield remedy
-            return
+    yield from _first_that_fits(((f"leave --{flag} out: {{}}", request) for flag, request in requests), nearest, cache)
 
 
-def _fitting(
-    request: Workload, cache: WalkCache, peak_device_bytes: int, words: str, *, speed: bool = False, ending: str = ""
-) -> Remedy | None:
-    """What a request needs in the place of such a peak, by what its plan takes; None where nothing fits.
-
-    Args:
-        words: how a person says the request.
-        speed: whether it is said how fast that is.
-    """
-    node, point = choose(request, dimension_values(request), WalkResults(cache=cache), explained=False)
-    if node is None or point is None:
-        return None
-    rate = f" at {point.tokens_per_s:,.0f} tokens/s" if speed else ""
-    saved = peak_device_bytes - point.peak_device_bytes
-    return Remedy(f"{words}: {node.words} fits{rate}{ending}", saved)
+def _first_that_fits(
+    requests: Iterable[tuple[str, Workload]], nearest: Candidate, cache: WalkCache, *, speed: bool = False
+) -> Iterator[Remedy]:
+    """The first request (in words with a {} for what fits, what it is) by whose plan something does; `speed`: with how
+    fast."""
+    for words, request in requests:
+        with suppress(PlannerError):  # it expresses nothing that the options allow
+            node, point = choose(request, dimension_values(request), WalkResults(cache=cache), explained=False)
+            if node is not None and point is not None:
+                rate = f" at {point.tokens_per_s:,.0f} tokens/s" if speed else ""
+                saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
+                yield Remedy(words.format(f"{node.words} fits{rate}"), saved)
+                return
 
 
 def best_points(workload: Workload, cache: WalkCache) -> dict[Node, WalkedSetup | None]:
@@ -348,22 +343,21 @@ def _relaxed_and_shorter(workload: Workload, nearest: Candidate, cache: WalkCach
     """Any method at the largest half of the length, where neither by itself is enough."""
     of_method = ("method", "quantization", "precision")
     fixed = {name: value for name, value in workload.fixed.items() if name not in of_method}
-    length = workload.seq_len_tokens // 2
-    while fixed != workload.fixed and workload.images is None and length >= LEAST_TOKENS:
-        request = replace(workload, fixed=fixed, seq_len_tokens=length)
-        if remedy := _fitting(
-            request, cache, nearest.formula.peak_device_bytes, f"leave --method out, --seq-len {length}"
-        ):
-            yield remedy
-            return
-        length //= 2
+    if fixed != workload.fixed and workload.images is None:
+        halves = (workload.seq_len_tokens >> times for times in count(1))
+        lengths = takewhile(lambda length: length >= LEAST_TOKENS, halves)
+        requests = (
+            (f"leave --method out, --seq-len {length}: {{}}", replace(workload, fixed=fixed, seq_len_tokens=length))
+            for length in lengths
+        )
+        yield from _first_that_fits(requests, nearest, cache)
 
 
 LEAST_TOKENS = 256
 """Shortest length that is offered beside another method."""
 
 
-def _smaller_images(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
+def _smaller_images(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """Pictures of half their edges, as often as it takes."""
     if (images := workload.images) is None:
         return
@@ -372,12 +366,8 @@ def _smaller_images(workload: Workload, nearest: Candidate, cache: WalkCache) ->
         images = replace(images, width=images.width // 2, height=images.height // 2)
         fewer = requested_tokens - image_tokens(workload.model, images)
         fixed = {**workload.fixed, "images": (images,)}
-        with suppress(PlannerError):
-            request = replace(workload, fixed=fixed, seq_len_tokens=workload.seq_len_tokens - fewer)
-            words = f"--image-size {images.width}x{images.height}"
-            if remedy := _fitting(request, cache, nearest.formula.peak_device_bytes, words):
-                yield remedy
-                return
+        request = replace(workload, fixed=fixed, seq_len_tokens=workload.seq_len_tokens - fewer)
+        yield f"--image-size {images.width}x{images.height}: {{}}", request
 
 
 LEAST_EDGE = 112
@@ -389,38 +379,32 @@ def _opt_in(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterato
     if workload.targets:
         return
     programs = filter(taken_when_asked, workload.objective_spec.targets)
-    requests = [(f"--target {name}", replace(workload, targets=(name,))) for name in programs]
+    requests = [(f"--target {name}: {{}}", replace(workload, targets=(name,))) for name in programs]
     if "attention" not in workload.fixed and not attention_refusal(workload.model, FLEX):
-        requests.insert(0, (f"--attention {FLEX}", replace(workload, fixed={**workload.fixed, "attention": (FLEX,)})))
+        requests.insert(
+            0, (f"--attention {FLEX}: {{}}", replace(workload, fixed={**workload.fixed, "attention": (FLEX,)}))
+        )
     rollouts = workload.fixed.get("rollout") or (nearest.setup.rollout_settings,)
     if workload.objective_spec.rolls_out and ("rollout" not in workload.fixed or len(rollouts) > 1):
         served = {**workload.fixed, "rollout": (replace(rollouts[0], generator="vllm-server"),)}
-        requests.insert(0, ("--generator vllm-server (one more card)", replace(workload, fixed=served)))
-    for words, request in requests:
-        with suppress(UsageError):  # it expresses nothing that the options allow
-            if remedy := _fitting(request, cache, nearest.formula.peak_device_bytes, words, speed=True):
-                yield remedy
-                return
+        requests.insert(0, ("--generator vllm-server (one more card): {}", replace(workload, fixed=served)))
+    yield from _first_that_fits(requests, nearest, cache, speed=True)
 
 
-def in_backward(workload: Workload, peak_device_bytes: int, cache: WalkCache) -> Iterator[Remedy]:
+def in_backward(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
     """The largest batch, of halves, whose whole model one GPU trains with the optimizer in the backward."""
     if workload.num_gpus > 1 or workload.targets or workload.fixed.get("method") != ("full",):
         return
-    for target in workload.objective_spec.targets:
-        if target not in STACKS or not STACKS[target].steps_in_backward:
-            continue
-        batch = workload.global_batch_seqs
-        while batch:
-            with suppress(UsageError):  # it expresses nothing that the options allow
-                request = replace(workload, targets=(target,), global_batch_seqs=batch)
-                words = f"--target {target} --global-batch {batch}"
-                if remedy := _fitting(
-                    request, cache, peak_device_bytes, words, speed=True, ending=f", a step of {batch}"
-                ):
-                    yield remedy
-                    return
-            batch //= 2
+    halves = takewhile(bool, (workload.global_batch_seqs >> times for times in count()))
+    requests = (
+        (
+            f"--target {target} --global-batch {batch}: {{}}, a step of {batch}",
+            replace(workload, targets=(target,), global_batch_seqs=batch),
+        )
+        for target, batch in product(workload.objective_spec.targets, [*halves])
+        if target in STACKS and STACKS[target].steps_in_backward
+    )
+    yield from _first_that_fits(requests, nearest, cache, speed=True)
 
 
 def _offloaded(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:

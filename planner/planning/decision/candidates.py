@@ -36,7 +36,6 @@ def uneven_tokens_per_s(workload: Workload, candidate: Candidate) -> float:
 
 
 def communication_share(candidate: Candidate) -> float:
-    """Share of the step that waits for communication."""
     return candidate.formula.time_parts_s.get("communication", 0.0) / (candidate.formula.step_time_s or 1.0)
 
 
