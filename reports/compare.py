@@ -127,30 +127,18 @@ def render_comparison(named: Sequence[Named], console: Console) -> None:
     for sentence in view["sentences"]:
         page.line(sentence)
     page.line()
-    header = ("plan", "fits", "peak", "budget", "tokens/s", "$/M tokens")
-    table = page.table(*header, right=header[2:])
-    labels = plan_labels(named)
-    for label, (_, plan) in zip(labels, named, strict=True):
-        candidate = plan.subject
-        speed = f"{candidate.tokens_per_s:,.0f}" if isinstance(plan, Plan) and candidate.tokens_per_s else "-"
-        page.row(
-            table,
-            label,
-            fit_word(candidate) if isinstance(plan, Plan) else "no",
-            gib(candidate.memory_evidence.peak_device_bytes),
-            gib(candidate.budget_bytes),
-            speed,
-            cost_words(plan).removeprefix("$"),
-        )
-    page.show(table)
-    for label, (_, plan) in zip(labels, named, strict=True):
+    columns = ("plan", "fits", "peak", "budget", "tokens/s", "$/M tokens")
+    _, rows = comparison_rows(named)
+    short = [
+        (label, fits.partition(",")[0], peak, budget, speed.removesuffix(" tokens/s"), cost.removeprefix("$"))
+        for label, fits, peak, budget, _, speed, _, cost, _ in rows
+    ]
+    page.whole(columns, short, right=columns[2:])
+    for label, fits, _, _, memory, _, speed, _, words in rows:
         page.line()
         page.line(label, style="bold")
-        if isinstance(plan, Plan):
-            memory, speed = memory_mark(plan.chosen.memory_evidence), speed_mark(plan.chosen.speed_evidence)
-            page.line(f"{setup_words(plan.chosen.setup)} (memory: {memory}; speed: {speed})", indent=2)
-        else:
-            page.line(f"nothing fits: {gib(plan.missing_bytes)} missing", indent=2)
+        nothing = f"nothing fits: {fits.removeprefix('no, ')}"
+        page.line(f"{words} (memory: {memory}; speed: {speed})" if speed else nothing, indent=2)
 
 
 def comparison_markdown(named: Sequence[Named]) -> str:

@@ -18,7 +18,7 @@ from planner.core.units import count, gib, percent, seconds
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.useful import epoch_s
 from planner.setup.interchange import request_form
-from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
+from planner.setup.outcome import Candidate
 from reports import text
 from reports.charts import (
     accuracy_chart,
@@ -34,16 +34,18 @@ from reports.charts import (
 )
 from reports.compare import comparison_markdown, comparison_view
 from reports.extras import Extras, extras_from_dict, extras_to_dict
-from reports.markdown import plan_markdown
+from reports.markdown import bullets, document, escape, fenced, table
 from reports.plain import clean, joined
 from reports.plan_json import plan_from_dict, plan_to_dict
 from reports.rows import (
     SOURCE_HEADER,
+    best_terms,
     breakdown,
     chosen_and_alternatives,
     compared,
     compared_words,
-    evidence_columns,
+    failures,
+    level_table,
     notes_of,
     source_rows,
 )
@@ -175,12 +177,8 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "setup_json": json.dumps(
             {"model": workload.model.model_id, "gpu": workload.gpu.key, **request_form(chosen.setup)}
         ),
-        "levels": _levels(chosen),
-        "failures": [
-            text.failure_words(evidence)
-            for _, evidence in evidence_columns(chosen)
-            if isinstance(evidence, ProbeFailure)
-        ],
+        "levels": table_of(*level_table(chosen)),
+        "failures": failures(chosen),
         "terms": table_of(("term", "size", "of the card", "up to"), terms),
         "terms_note": f"Peak: {text.memory_mark(parts.peak_evidence)}. Terms: {named}.",
         "ranks": table_of(("GPUs", "number", "peak", "of the fullest"), ranks) if ranks else None,
@@ -267,28 +265,71 @@ def _tiles(plan: Plan | NoPlan, chosen: Candidate) -> list[dict[str, Any]]:
     return [{"name": name, "value": value, "mark": mark} for name, value, mark in tiles]
 
 
-def _levels(candidate: Candidate) -> dict[str, Any]:
-    present = evidence_columns(candidate)
-    figures: list[tuple[str, ...]] = []
-    for label, key in (("allocated", "allocated"), ("reserved", "reserved"), ("device", "device")):
-        cells = (
-            "-" if isinstance(evidence, ProbeFailure) else gib(getattr(evidence, f"peak_{key}_bytes"))
-            for _, evidence in present
-        )
-        figures.append((f"{label} peak", *cells))
-    figures.append(("memory band", *(text.memory_band_text(evidence) or "-" for _, evidence in present)))
-    timed = [
-        evidence if isinstance(evidence, (Prediction, Measurement)) and evidence.tokens_per_s else None
-        for _, evidence in present
-    ]
-    figures.append(
-        ("step time", *("-" if evidence is None else seconds(evidence.step_time_s or 0.0) for evidence in timed))
-    )
-    figures.append(("speed", *("-" if evidence is None else text.rate(evidence.tokens_per_s) for evidence in timed)))
-    figures.append(
-        ("time band", *("-" if evidence is None else text.speed_band(evidence) or "-" for evidence in timed))
-    )
-    return table_of(("", *(name for name, _ in present)), figures)
+def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
+    """report.md: what the page says, without its pictures."""
+    extras = extras or Extras()
+    view, chosen = plan_view(plan, extras, "plan", single=True), plan.subject
+    memory = [f"## Memory at the peak of a {gib(plan.workload.memory_bytes)} card", _numbers(view["terms"])]
+    memory += [escape(f"The peak falls in the {best_terms(chosen).peak_phase} phase. {view['terms_note']}")]
+    memory += [_numbers(view["ranks"])]
+    tree = []
+    for number, answer in enumerate(plan.tree, 1):
+        tree += [f"{number}. {escape(answer.question)} **{escape(answer.choice)}**", f"   {escape(answer.reason)}"]
+        if words := text.needs_words(answer.needed_bytes, answer.budget_bytes):
+            tree.append(f"   ({words})")
+        tree += [f"   - cut: {escape(text.cut_words(cut, answer))}" for cut in answer.cuts]
+    if isinstance(plan, Plan):
+        blocks = [f"**{escape(text.verdict_sentence(plan))}**", bullets(text.plan_sentences(plan)), *memory]
+        blocks += _launch(extras)
+    else:
+        blocks = [f"**Nothing fits: {gib(plan.missing_bytes)} missing.**"]
+        blocks += [f"{escape(text.nearest_sentence(plan))} {escape(text.memory_sentence(chosen))}"]
+        blocks += ["## What would make it fit, smallest change first"]
+        blocks += [_numbers(view["remedies"]) if plan.remedies else "No single change is enough.", *memory]
+    blocks += ["## Why: the decision tree", "\n".join(tree)] if tree else []
+    if isinstance(plan, Plan) and plan.alternatives:
+        header = ("", "difference", "tokens/s", "from", "peak", "from ", "rank", "fits", "what it costs or buys")
+        rows = [
+            (
+                row.label,
+                setup_difference(chosen.setup, row.candidate.setup),
+                f"{row.speed.tokens_per_s:,.0f}" if row.speed.tokens_per_s else "-",
+                text.speed_mark(row.speed),
+                gib(row.peak.peak_device_bytes),
+                text.memory_mark(row.peak),
+                str(row.candidate.setup.lora_rank or "-"),
+                text.fit_word(row.candidate),
+                row.trade,
+            )
+            for row in view["beside"]
+        ]
+        blocks += ["## Beside it", table(header, rows, right=("tokens/s", "peak", "rank")), escape(view["beside_note"])]
+    moved = [_numbers(chart["table"]) for chart in view["moved"]]
+    blocks += ["## If one thing moved", *moved] if moved else []
+    blocks += [escape(text.space_sentence(plan)), "## Every level of the chosen setup", _numbers(view["levels"])]
+    blocks += [bullets(view["failures"]), *(["## Notes", bullets(view["notes"])] if view["notes"] else ())]
+    blocks += ["## Where this comes from", _numbers(view["environment"])]
+    return document(view["title"], *blocks)
+
+
+def _numbers(shown: Mapping[str, Any] | None) -> str:
+    """A table of the page as Markdown."""
+    if shown is None:
+        return ""
+    return table(shown["header"], shown["rows"], right=shown["header"][1:] if shown["figures"] else ())
+
+
+def _launch(extras: Extras) -> list[str]:
+    if not extras.launch:
+        return []
+    written = [launch for launch in extras.launch if launch.files]
+    blocks = ["## Launch", "In the directory of this plan:" if written else ""]
+    for launch in written:
+        files = ", ".join(escape(file.path) for file in launch.files)
+        start = fenced(clean(launch.run or launch.command), "sh") if launch.command else ""
+        blocks += [f"**{escape(launch.target)}** ({files})", start, bullets(launch.notes)]
+    refused = [f"{launch.target}: {'; '.join(launch.notes)}" for launch in extras.launch if not launch.files]
+    return [*blocks, *(["Not written:", bullets(refused)] if refused else ())]
 
 
 def plan_files(plan: Plan | NoPlan, extras: Extras | None = None, *, html: bool = True) -> dict[str, str]:

@@ -1,18 +1,18 @@
 """Rows from candidates: what the terminal, Markdown and HTML reports all draw, as plain data."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planner.core.notes import Note, place_of
 from planner.core.records import dataclass
-from planner.core.units import gib
+from planner.core.units import gib, percent, seconds
 from planner.planning.plan import NoPlan, Plan, on_one_level
 from planner.setup.memory_terms import MemoryTerm
-from planner.setup.outcome import Candidate, Evidence, Measurement, Prediction, ProbeFailure
+from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from reports.extras import Extras
 from reports.plain import clean
-from reports.text import LEVEL_WORDS, memory_mark, speed_mark
+from reports.text import LEVEL_WORDS, failure_words, memory_band_text, memory_mark, rate, speed_band, speed_mark
 
 CATEGORY_WORDS = {
     "weights": "weights",
@@ -135,8 +135,33 @@ def breakdown(candidate: Candidate, memory_bytes: int, *, max_terms: int | None 
     return Breakdown(rows=tuple(rows), terms_evidence=named, peak_evidence=peak)
 
 
-def evidence_columns(candidate: Candidate) -> tuple[tuple[str, Evidence], ...]:
-    return tuple((LEVEL_WORDS[level], evidence) for level, evidence in candidate.levels)
+_LEVEL_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...] = (
+    ("allocated peak", lambda evidence: gib(evidence.peak_allocated_bytes)),
+    ("reserved peak", lambda evidence: gib(evidence.peak_reserved_bytes)),
+    ("device peak", lambda evidence: gib(evidence.peak_device_bytes)),
+    ("  error band", memory_band_text),
+    ("peak in phase", lambda evidence: evidence.peak_phase if isinstance(evidence, Prediction) else "-"),
+    ("step time", lambda evidence: "-" if evidence.step_time_s is None else seconds(evidence.step_time_s)),
+    ("speed", lambda evidence: "-" if evidence.tokens_per_s is None else rate(evidence.tokens_per_s)),
+    ("  error band", lambda evidence: speed_band(evidence) or "-"),
+    ("share of peak FLOP/s", lambda evidence: "-" if evidence.mfu_fraction is None else percent(evidence.mfu_fraction)),
+)
+"""Label -> the figure of a level that knows it, in words."""
+
+
+def level_table(candidate: Candidate) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of the levels that were asked side by side, lowest first; one that failed says so in the first
+    row."""
+    rows = []
+    for number, (label, words_of) in enumerate(_LEVEL_FIGURES):
+        none = "-" if number else "failed"
+        cells = (none if isinstance(evidence, ProbeFailure) else words_of(evidence) for _, evidence in candidate.levels)
+        rows.append((label, *cells))
+    return ("", *(LEVEL_WORDS[level] for level, _ in candidate.levels)), rows
+
+
+def failures(candidate: Candidate) -> list[str]:
+    return [failure_words(evidence) for _, evidence in candidate.levels if isinstance(evidence, ProbeFailure)]
 
 
 class Row(NamedTuple):

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from planner.core.notes import Place
-from planner.core.units import TERA, count, gib, percent, seconds
+from planner.core.units import TERA, count, gib
 from planner.hardware.gpu import GpuSpec
 from planner.memory.around import occasions
 from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.planning.plan import Answer, NoPlan, Plan
-from planner.setup.outcome import Candidate, Fidelity, Measurement, Prediction, ProbeFailure
+from planner.setup.outcome import Candidate, Fidelity
 from reports import text
 from reports.command import default_next_command
 from reports.page import Page
@@ -35,7 +35,8 @@ from reports.rows import (
     breakdown,
     compared,
     compared_words,
-    evidence_columns,
+    failures,
+    level_table,
     notes_of,
 )
 from reports.setup_text import setup_difference, setup_words, workload_words
@@ -144,33 +145,12 @@ def render_estimate(
     elif enough is not None:
         page.line("No single change is enough: plan MODEL --gpu GPU looks for a setup that fits.")
     page.head("Every level")
-    present = evidence_columns(candidate)
-    levels = tuple(name for name, _ in present)
-    rows = []
-    for number, (label, words_of) in enumerate(_LEVEL_FIGURES):  # a level that failed says so in the first
-        none = "-" if number else "failed"
-        cells = (none if isinstance(evidence, ProbeFailure) else words_of(evidence) for _, evidence in present)
-        rows.append((label, *cells))
-    page.whole(("", *levels), rows, right=levels)
-    for _, evidence in present:
-        if isinstance(evidence, ProbeFailure):
-            page.line(text.failure_words(evidence), indent=2)
+    header, rows = level_table(candidate)
+    page.whole(header, rows, right=header[1:])
+    for words in failures(candidate):
+        page.line(words, indent=2)
     _memory(page, candidate, memory_bytes or gpu.memory_bytes)
     _notes(page, (*notes, *candidate.notes))
-
-
-_LEVEL_FIGURES: tuple[tuple[str, Callable[[Prediction | Measurement], str]], ...] = (
-    ("allocated peak", lambda evidence: gib(evidence.peak_allocated_bytes)),
-    ("reserved peak", lambda evidence: gib(evidence.peak_reserved_bytes)),
-    ("device peak", lambda evidence: gib(evidence.peak_device_bytes)),
-    ("  error band", text.memory_band_text),
-    ("peak in phase", lambda evidence: evidence.peak_phase if isinstance(evidence, Prediction) else "-"),
-    ("step time", lambda evidence: "-" if evidence.step_time_s is None else seconds(evidence.step_time_s)),
-    ("speed", lambda evidence: "-" if evidence.tokens_per_s is None else text.rate(evidence.tokens_per_s)),
-    ("  error band", lambda evidence: text.speed_band(evidence) or "-"),
-    ("share of peak FLOP/s", lambda evidence: "-" if evidence.mfu_fraction is None else percent(evidence.mfu_fraction)),
-)
-"""Label -> the figure of a level that knows it, in words."""
 
 
 def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:

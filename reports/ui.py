@@ -54,7 +54,10 @@ def grid_script(grid: Grid, name: str = "") -> str:
         ],
         "marks": list(marks),
         "fastest": grid.fastest(),
-        "remedies": [_remedies(answer) for answer in grid.answers],
+        "remedies": [
+            [clean(remedy.action) for remedy in answer.remedies if remedy.fits] if isinstance(answer, NoPlan) else []
+            for answer in grid.answers
+        ],
         "fixed": _fixed(grid),
         "jobs": [job_words(job) for job in grid.workloads],
         "tokens": [job.data.epoch_tokens for job in grid.workloads],
@@ -118,10 +121,6 @@ def _cell(candidate: Candidate, grid: Grid, at: int, marks: dict[str, int]) -> l
         ),
         *(groups[label] for label, _ in GROUPS),
     ]
-
-
-def _remedies(answer: Any) -> list[str]:
-    return [clean(remedy.action) for remedy in answer.remedies if remedy.fits] if isinstance(answer, NoPlan) else []
 
 
 def _fixed(grid: Grid) -> list[dict[str, str]]:

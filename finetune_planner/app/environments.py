@@ -52,7 +52,9 @@ def environment(requirements: Sequence[str]) -> Path:
         link(folder / "torch" / "site-packages", ["torch"])  # so named, its lines are a library's
         site = sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
         Path(site, "zz_torch.pth").write_text(str(folder / "torch" / "site-packages"))
-        _command(python, "torchrun", "torch.distributed.run")
+        file = python.with_name("torchrun")  # a command that a package which is only seen would have brought
+        file.write_text(f"#!{python}\nfrom torch.distributed.run import main\n\nmain()\n")
+        file.chmod(0o755)
     ready.touch()
     return python
 
@@ -69,13 +71,6 @@ def _uv(*words: str) -> None:
             f"uv made no environment: {done.stderr.strip()}",
             hint="--with 'PACKAGE<VERSION' holds what it needs besides",
         )
-
-
-def _command(python: Path, name: str, module: str) -> None:
-    """A command that a package which is only seen, not installed, would have brought."""
-    file = python.with_name(name)
-    file.write_text(f"#!{python}\nfrom {module} import main\n\nmain()\n")
-    file.chmod(0o755)
 
 
 def _name(requirement: str) -> str:

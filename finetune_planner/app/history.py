@@ -15,7 +15,6 @@ from planner.core.errors import SetupError, UsageError
 from planner.core.notes import measured
 from planner.core.units import GIB, MIB, gib
 from planner.hardware.cluster import make_cluster
-from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.planning.decision.candidates import uneven_tokens_per_s
@@ -138,12 +137,15 @@ def with_history(plan: Plan | NoPlan, history: Sequence["Observation"]) -> Plan 
     chosen = _choice(after[plan.chosen.setup], [after[candidate.setup] for candidate in plan.ranked], plan.workload)
     factors = learned[chosen.setup]
     num = sum(observation.model == model for observation in history)
+    counts = Counter(observation.program for observation in history if observation.program)
+    runs = "".join(f", {num} of {name}'s own runs" for name, num in sorted(counts.items()))
+    context_bytes = plan.workload.gpu.measured_context_bytes
+    context = f", the CUDA context {gib(context_bytes)} as measured" if context_bytes is not None else ""
     answer = Answer(
         question=QUESTION,
         choice="kept" if chosen.setup == plan.chosen.setup else "another setup",
-        reason=f"{len(history)} measurements ({num} of this model{_runs(history)}) correct its prediction: tokens/s x "
-        f"{factors.speed_factor:.2f}, memory x {factors.memory_factor:.3f}{_context(plan.workload.gpu)}; --no-history "
-        "plans without them",
+        reason=f"{len(history)} measurements ({num} of this model{runs}) correct its prediction: tokens/s x "
+        f"{factors.speed_factor:.2f}, memory x {factors.memory_factor:.3f}{context}; --no-history plans without them",
         needed_bytes=chosen.formula.peak_device_bytes,
         budget_bytes=chosen.budget_bytes,
     )
@@ -164,16 +166,6 @@ def with_history(plan: Plan | NoPlan, history: Sequence["Observation"]) -> Plan 
         tree=(*plan.tree, answer),
         notes=(measured(f"measured on this GPU: {answer.reason}"), *plan.notes),
     )
-
-
-def _runs(history: Sequence["Observation"]) -> str:
-    counts = Counter(observation.program for observation in history if observation.program)
-    return "".join(f", {num} of {name}'s own runs" for name, num in sorted(counts.items()))
-
-
-def _context(gpu: GpuSpec) -> str:
-    context_bytes = gpu.measured_context_bytes
-    return f", the CUDA context {gib(context_bytes)} as measured" if context_bytes is not None else ""
 
 
 def _choice(chosen: Candidate, ranked: Sequence[Candidate], workload: Workload) -> Candidate:

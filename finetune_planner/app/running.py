@@ -184,12 +184,14 @@ def launched_file(folder: Path, launch: LaunchTarget, model_id: str, objective: 
     """A plan's launch file as it lies in its folder now, with what it names and this machine lacks."""
     from probes.launched.run import LaunchedFile
 
+    made = folder / "launch" / "data"  # what was made of the data is not among the files
     texts = {
-        str(path.relative_to(folder)): read_text(path, max_bytes=MAX_FILE_BYTES) for path in _files(folder / "launch")
+        str(path.relative_to(folder)): read_text(path, max_bytes=MAX_FILE_BYTES)
+        for path in sorted((folder / "launch").rglob("*"))
+        if path.is_file() and made not in path.parents
     }
     target_texts = [text for path, text in texts.items() if path.startswith(f"launch/{launch.target}/")]
     form = next((match[1] for text in target_texts if (match := _MADE.search(text))), "")
-    made = folder / "launch" / "data"
     ready = bool(form) and (made / form).is_dir()
     reads = [texts.get(f"launch/{PREPARE}", "")] if form else target_texts
     placed = not ready and any(PLACEHOLDER_DATASET in text for text in reads)
@@ -220,11 +222,6 @@ _MADE = re.compile(r"launch/data/(\w+)")
 def columns_of(objective: str) -> str:
     """What rows stand for a data set that nobody named."""
     return {"sft": "messages", "pretrain": "text"}.get(objective, "preference")
-
-
-def _files(folder: Path) -> Sequence[Path]:
-    """The files that were written; what was made of the data is not among them."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and folder / "data" not in path.parents)
 
 
 def weights_here(model_id: str) -> bool:

@@ -3,7 +3,7 @@ SARIF)."""
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -340,19 +340,15 @@ def finding(path: Path, gpu: str, request: CheckRequest, limits: Memory, cluster
         outcome = "not_planned" if isinstance(error, LayoutAlone) else outcome
         return Finding(path=path, outcome=outcome, message=f"{error.message}; {error.hint}")
     verdict, config = result.verdict.value, result.config
+    place, _, line = config.origins.get("micro_batch_seqs", "").rpartition(":")
     return Finding(
         path=path,
         outcome=verdict,
         message=f"{config.model_id} on {result.gpu.name}: {summary(result)} [{LEVEL_WORDS[result.prediction.level]}]",
-        line=config.call_line or _line(path.name, config.origins.get("micro_batch_seqs", "")),
+        line=config.call_line or (int(line) if place == path.name and line.isdigit() else 1),
         document=as_document(result, None) | {"file": str(path)},
         started=config.started,
     )
-
-
-def _line(name: str, place: str) -> int:
-    file, _, line = place.rpartition(":")
-    return int(line) if file == name and line.isdigit() else 1
 
 
 def findings(place: Path, gpu: str, request: CheckRequest, limits: Memory, cluster: options.JobGpus) -> list[Finding]:
@@ -533,7 +529,9 @@ class _Fixing:
                 parts = word.split("/")
                 ends = ["/".join(parts[at:]) for at in range(len(parts))]
                 path = next((resolved for end in ends if end and (resolved := inside.find(end)) is not None), None)
-                if path is None or _same(path, self.texts) is not None or len(self.texts) > MAX_NAMED:
+                if path is None or len(self.texts) > MAX_NAMED:
+                    continue
+                if os.path.abspath(path) in map(os.path.abspath, self.texts):
                     continue
                 try:
                     self.texts[path] = read_bounded(path)
@@ -624,10 +622,6 @@ class _Fixing:
         program = self.config.format in PROGRAMS
         now = {key: value for key, value in self.config.values.items() if key in self.places} if program else {}
         return rewrite(text, name, edits, call_line=self.config.call_line, places=self.places, now=now)
-
-
-def _same(path: Path, among: Mapping[Path, Any]) -> Path | None:
-    return next((other for other in among if os.path.abspath(other) == os.path.abspath(path)), None)
 
 
 def _put(text: str, before: str, after: str, file: Path) -> str:

@@ -228,8 +228,9 @@ def _lines(first: CheckResult, second: CheckResult, changes: Sequence[SettingCha
     added = second.prediction.peak_device_bytes - first.prediction.peak_device_bytes
     verdicts = " -> ".join(result.verdict.value.replace("_", " ") for result in (first, second))
     peaks = " -> ".join(gib(result.prediction.peak_device_bytes) for result in (first, second))
+    levels = " -> ".join(dict.fromkeys(LEVEL_WORDS[result.prediction.level] for result in (first, second)))
     yield f"{peaks} ({signed_gib(added)})"
-    yield f"of the {gib(first.budget_bytes)} of {first.gpu.name}: {verdicts}  [{_levels(first, second)}]"
+    yield f"of the {gib(first.budget_bytes)} of {first.gpu.name}: {verdicts}  [{levels}]"
     if first.prediction.tokens_per_s and second.prediction.tokens_per_s:
         yield f"{first.prediction.tokens_per_s:,.0f} -> {second.prediction.tokens_per_s:,.0f} tokens/s"
     if not changes:
@@ -242,7 +243,8 @@ def _lines(first: CheckResult, second: CheckResult, changes: Sequence[SettingCha
     for change in changes:
         before, after = first.config.setup, second.config.setup
         words = ", ".join(
-            f"{_name(name)} {value_words(before, name)} -> {value_words(after, name)}" for name in change.names
+            f"{NAMES.get(name, name.replace('_', ' '))} {value_words(before, name)} -> {value_words(after, name)}"
+            for name in change.names
         )
         speed = f", speed x {change.speedup:.2f}" if change.speedup is not None else ""
         yield f"  {signed_gib(change.added_bytes):>12}{speed}  {words}" + (
@@ -250,14 +252,6 @@ def _lines(first: CheckResult, second: CheckResult, changes: Sequence[SettingCha
         )
     for name, size in _terms(first.prediction, second.prediction):
         yield f"  {signed_gib(size):>12}  {name}"
-
-
-def _levels(first: CheckResult, second: CheckResult) -> str:
-    return " -> ".join(dict.fromkeys(LEVEL_WORDS[result.prediction.level] for result in (first, second)))
-
-
-def _name(field: str) -> str:
-    return NAMES.get(field, field.replace("_", " "))
 
 
 NUM_ROWS = 4

@@ -54,7 +54,12 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
 
     def run(**values: Any) -> R:
         if one_gpu is not None and not isinstance(values["gpu"], str):
-            values["gpu"] = _one_card(values["gpu"]) if values["gpu"] else one_gpu.default
+            names = values["gpu"] or [one_gpu.default]
+            if len(names) > 1:
+                from planner.hardware.gpus import of_kinds
+
+                raise of_kinds(names)
+            values["gpu"] = names[0]
         if isinstance(values.get("gpu"), str) and "gpus" in values:  # "8xH100" is --gpu H100 --gpus 8
             from planner.hardware.gpus import card_and_count
 
@@ -69,14 +74,6 @@ def takes_options(command: Callable[..., R]) -> Callable[..., R]:
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
-
-
-def _one_card(names: list[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    from planner.hardware.gpus import of_kinds
-
-    raise of_kinds(names)
 
 
 KINDS = {field.name: type(field.default) for of in (TrainSetup, Rollout) for field in fields_of(of)}

@@ -142,8 +142,10 @@ def make_cluster(
             f"several MIG slices of a machine do not train together: a process sees one of them ({gpu.name})",
             hint="leave --gpus out, or --nodes as many as --gpus",
         )
-    within = _default_within(gpu, num_gpus // nodes)
-    between: Link | None = links()[default_network(gpu, num_gpus // nodes)] if nodes > 1 else None
+    per_node = num_gpus // nodes
+    apart = gpu.key in _BRIDGED or (gpu.key in _SOLD_IN_PAIRS and per_node > 2)
+    within = host_link(gpu) if apart or not gpu.nvlink_bytes_per_s else nvlink(gpu)
+    between: Link | None = links()[default_network(gpu, per_node)] if nodes > 1 else None
     for part in interconnect.lower().split("+") if interconnect else ():
         link = _named(gpu, part.strip())
         if link.kind != "network":
@@ -173,11 +175,6 @@ def default_network(gpu: GpuSpec, per_node: int) -> str:
         return GB10_NETWORK if gpu.key == "gb10" else "ethernet-10"
     adapters = 1 << (min(per_node, GPUS_PER_NODE).bit_length() - 1)  # as many as the table has links of
     return f"ib-{adapters * (400 if gpu.key in _NDR_NODES else 200)}"
-
-
-def _default_within(gpu: GpuSpec, per_node: int) -> Link:
-    apart = gpu.key in _BRIDGED or (gpu.key in _SOLD_IN_PAIRS and per_node > 2)
-    return host_link(gpu) if apart or not gpu.nvlink_bytes_per_s else nvlink(gpu)
 
 
 def _named(gpu: GpuSpec, key: str) -> Link:

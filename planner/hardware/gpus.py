@@ -69,12 +69,6 @@ def words_of(name: str) -> frozenset[str]:
     return frozenset(_WORDS(_MEMORY.sub(" ", name.lower().replace("-", " ")))) - {*_MAKERS, *_NOISE}
 
 
-def size_and_words(name: str) -> tuple[float | None, str]:
-    """(the memory in GiB that stands in a name, the rest of it, normalized)."""
-    sizes, words = _MEMORY.findall(name), without_size(name)
-    return (float(sizes[0]), words) if len(sizes) == 1 and words else (None, words)
-
-
 def counted(text: str) -> tuple[int | None, str]:
     """(how many cards a name asks for, the card): (8, "H100") of "8xH100", (None, "RTX 4090") of "RTX 4090"."""
     text = text.strip()[:MAX_NAME]
@@ -444,14 +438,17 @@ def _refuse_unlike(num: int) -> None:
 
 
 def _named(text: str) -> GpuSpec:
-    gib, words = size_and_words(text)
+    sizes, words = _MEMORY.findall(text), without_size(text)
+    gib = float(sizes[0]) if len(sizes) == 1 and words else None
     exact, same = _first(_keys(), text), _first(_keys_without_size(), words) or ()
     if exact is not None:
         verbatim = normalized(text) == normalized(exact) or text == _rows()[exact]["driver_name"]
-        if verbatim or gib or len(same) < 2 or not _has_size(exact):
+        name = _rows()[exact]["name"]
+        if verbatim or gib or len(same) < 2 or normalized(name) == without_size(name):
             return _gpu(exact)
     usual = [key for key in _first(USUAL, words) or () if _agrees(key, gib)]
-    service = _service(text)
+    letters = "".join(letter for letter in text.lower() if letter.isalpha())
+    service = next((f"{name.title()} gives {cards}" for name, cards in SERVICES.items() if name in letters), "")
     could_be = same or tuple(spec.key for spec in all_gpus() if words and not service and _may_mean(text, words, spec))
     agreeing = [key for key in could_be if _agrees(key, gib)]
     if len(agreeing) == 1 and same:
@@ -497,11 +494,6 @@ def _first(index: Mapping[str, Names], name: str) -> Names | None:
     return next((index[spelling] for spelling in spellings if spelling in index), None)
 
 
-def _has_size(key: str) -> bool:
-    name = _rows()[key]["name"]
-    return normalized(name) != without_size(name)
-
-
 def _agrees(key: str, gib: float | None) -> bool:
     """Whether a card is sold, or shown, with so much memory."""
     row = _rows()[key]
@@ -527,11 +519,6 @@ def larger_versions(gpu: GpuSpec) -> list[GpuSpec]:
     rows = [(key, row) for key, row in _rows().items() if row["name"] == gpu.name]
     versions = [_with_size(key, size) for key, row in rows for size in _marketed_gib(row)]
     return [version for version in versions if version.memory_bytes > gpu.memory_bytes]
-
-
-def _service(name: str) -> str:
-    words = "".join(letter for letter in name.lower() if letter.isalpha())
-    return next((f"{service.title()} gives {cards}" for service, cards in SERVICES.items() if service in words), "")
 
 
 def _of_size(name: str) -> str:
@@ -591,7 +578,9 @@ def local_gpu(device: str = "cuda:0") -> GpuSpec:
             f'{total_mib / 1024:.3g}GiB:BANDWIDTHGB/s:RATETFLOPS"',
         )
     if key is not None:
-        spec = _with_ecc(_gpu(key), total_mib)
+        row = _rows()[key]  # with ECC on or off as the driver shows it, whatever the table's was
+        bandwidth = float(row["bandwidth_gb_per_s"]) * 1e9 * _left_by_ecc(row, total_mib)
+        spec = replace(_gpu(key), memory_bandwidth_bytes_per_s=bandwidth, taken_as="")
     else:
         from planner.hardware.described import unlisted_gpu  # late: most cards have a row
 
@@ -614,13 +603,6 @@ def _row_of(seen: SeenGpu) -> str | None:
         return key
     total = seen.total_bytes / GIB / seen.share
     return min(alike, key=lambda candidate: min(abs(total - size) for size in _marketed_gib(_rows()[candidate])))
-
-
-def _with_ecc(spec: GpuSpec, total_mib: int) -> GpuSpec:
-    """The card with ECC on or off as its driver shows it here, whatever the table's was."""
-    row = _rows()[spec.key]
-    nominal = float(row["bandwidth_gb_per_s"]) * 1e9
-    return replace(spec, memory_bandwidth_bytes_per_s=nominal * _left_by_ecc(row, total_mib), taken_as="")
 
 
 def _slice(spec: GpuSpec, seen: SeenGpu) -> GpuSpec:

@@ -275,7 +275,11 @@ def _match(hub_id: _HubId, words: Sequence[str], numbers: Sequence[str]) -> _Mat
     )
     beyond = list((Counter(map(_plain, numbers)) - Counter(map(_plain, hub_id.numbers))).elements())
     if not sized:  # "mistral nemo 12b": its id names no size
-        beyond = [number for number in beyond if not _is_about(number, hub_id.num_params)]
+        beyond = [
+            number
+            for number in beyond
+            if not _SIZE.fullmatch(number) or abs(hub_id.num_params / _num_params(number) - 1) > SIZE_TOLERANCE_FRACTION
+        ]
     if beyond or covered is None:
         return None
     wanted = "tuned" if TUNED & {*words} else "plain" if PLAIN & tuning & {*words} else ""
@@ -302,11 +306,6 @@ def _match(hub_id: _HubId, words: Sequence[str], numbers: Sequence[str]) -> _Mat
 
 def _plain(number: str) -> str:
     return number.removeprefix("v")
-
-
-def _is_about(size: str, num_params: float) -> bool:
-    """Whether a size as people say it ("12b") is that of so many parameters."""
-    return bool(_SIZE.fullmatch(size)) and abs(num_params / _num_params(size) - 1) <= SIZE_TOLERANCE_FRACTION
 
 
 def _num_params(size: str) -> float:

@@ -8,7 +8,8 @@ import pytest
 from planner.memory.workload import Data
 from planner.setup.outcome import Fidelity
 from reports.extras import Extras, LaunchFile, LaunchTarget, sensitivity
-from reports.markdown import escape, fenced, plan_markdown
+from reports.html import plan_markdown
+from reports.markdown import escape, fenced
 from reports.plan_json import plan_from_dict, plan_to_dict
 from tests.reports.factories import make_candidate, make_gpu, make_model, make_no_plan, make_plan, make_workload
 from tests.reports.golden import assert_golden

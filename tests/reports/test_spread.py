@@ -19,8 +19,7 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
 from reports.command import default_next_command
 from reports.compare import plan_labels
-from reports.html import Entry, report_html
-from reports.markdown import plan_markdown
+from reports.html import Entry, plan_markdown, report_html
 from reports.plan_json import plan_from_dict, plan_to_dict
 from reports.setup_text import layout_words, setup_words, short_setup_words
 from reports.terminal import render_estimate, render_plan

@@ -24,8 +24,7 @@ from planner.planning.option_values import default_headroom_bytes, memory_and_he
 from planner.planning.plan import Alternative, with_trades
 from planner.setup.outcome import Candidate, Fidelity
 from reports.command import default_next_command
-from reports.html import Entry, report_html
-from reports.markdown import plan_markdown
+from reports.html import Entry, plan_markdown, report_html
 from reports.page import Page
 from reports.rows import breakdown, compared
 from reports.terminal import render_estimate, render_gpus, render_models, render_plan

@@ -56,7 +56,8 @@ def idefics_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
 def internvl(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
     """InternVL: up to twelve tiles in the picture's shape and the whole one, four patches to a token."""
     field = {**_INTERN, **given}
-    field |= {name: _side(field[name]) for name in ("image_size", "patch_size")}
+    for name in ("image_size", "patch_size"):  # sides that a configuration may give twice
+        field[name] = int(field[name][0] if isinstance(field[name], (list, tuple)) else field[name])
     side, hidden = field["image_size"] // field["patch_size"], field["hidden_size"]
     tiles = intern_tiles(width, height, field["image_size"])
     scale = round(1 / float(model.config.get("downsample_ratio", 0.5)))
@@ -66,11 +67,6 @@ def internvl(model: ModelSpec, given: Mapping[str, Any], width: int, height: int
     layers = encoder_model(model, hidden, (_intern_layer(field),), (0,) * field["num_hidden_layers"])
     seen = {"frames": tiles + (tiles > 1), "patches": side**2 + 1}
     return of_one_size(field, layers, joint, side**2 // scale**2, 2, **seen)
-
-
-def _side(value: Any) -> int:
-    """A side that a configuration may give twice."""
-    return int(value[0] if isinstance(value, (list, tuple)) else value)
 
 
 def _intern_layer(field: Mapping[str, Any]) -> LayerSpec:

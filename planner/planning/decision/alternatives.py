@@ -141,8 +141,13 @@ def _longest_steps(workload: Workload, setup: TrainSetup, reached: int, most: in
     """The most steps of a setup's sequence, where it goes beyond what others `reached`: most setups end with one look
     at the next step, so that the search is one setup's."""
 
+    # a group is generated at once, trained one by one
+    one_by_one = setup.rollout_settings.num_generations if setup.objective_spec.rolls_out else 1
+    least = setup.least_seqs(workload.global_batch_seqs)
+
     def too_long(steps: int) -> bool:
-        return not _fits(workload, setup, steps * STEP_TOKENS)
+        lone = setup.of_length(steps * STEP_TOKENS).replace(micro_batch_seqs=least, accumulation_steps=one_by_one)
+        return device_peak_bytes(workload.model, workload.gpu, lone) > workload.budget_bytes
 
     first = reached + 1
     if setup.activation_offload and "activation_offload" not in workload.fixed:
@@ -203,14 +208,6 @@ def _min_memory_setups_of(
                     if not workload.targets or variants_as_run(setup, workload) is not None:
                         least[setup] = states, states + more
             yield from least
-
-
-def _fits(workload: Workload, setup: TrainSetup, tokens: int) -> bool:
-    # a group is generated at once, trained one by one
-    steps = setup.rollout_settings.num_generations if setup.objective_spec.rolls_out else 1
-    least = setup.least_seqs(workload.global_batch_seqs)
-    lone = setup.of_length(tokens).replace(micro_batch_seqs=least, accumulation_steps=steps)
-    return device_peak_bytes(workload.model, workload.gpu, lone) <= workload.budget_bytes
 
 
 # Where nothing fits: the nearest setup, and single changes that would make something fit.
