@@ -72,6 +72,7 @@ class ChatTemplate:
 
     @staticmethod
     def folded(turns: list[Row]) -> list[Row]:
+        """Turns whose first question begins with what the system says."""
         return [{**turns[1], "content": turns[0]["content"] + "\n\n" + turns[1]["content"]}, *turns[2:]]
 
     def rows(self, sample: Row, loss_on: str = "answers") -> list[tuple[str, list[tuple[int, int]]]]:
