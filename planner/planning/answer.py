@@ -186,7 +186,8 @@ def _nothing_fits(walked: _Walked, asked: _Asked) -> Plan | NoPlan:
     beyond = [form for form in forms if workload.budget_bytes < form[0] < refused.nearest.formula.peak_device_bytes]
     if beyond:
         form = min(beyond, key=itemgetter(0))[1]
-        nearer = _nothing_fits(_walk(form, None, WalkCache(), explained), None, num_ranked, helped, explained)
+        afresh = asked._replace(corrections=None, cache=WalkCache())
+        nearer = _nothing_fits(afresh.walk(form), afresh)
         if form.model is not workload.model:
             nearer = replace(nearer, notes=(_copied(workload.model, form.model, "is nearest unpacked"), *nearer.notes))
         actions = {remedy.action for remedy in refused.remedies}
