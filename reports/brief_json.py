@@ -308,15 +308,8 @@ def _estimate(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(document: Mapping[str, Any]) -> dict[str, Any]:
     prediction = document["prediction"]
-    below, above = document["memory_band"]
-    memory = BriefMemory(
-        peak_device_bytes=prediction["peak_device_bytes"],
-        level=document["level"],
-        band_fraction=document["memory_band_fraction"],
-        band_below_fraction=below,
-        band_above_fraction=above,
-        budget_bytes=document["budget_bytes"],
-    )
+    peak, budget = prediction["peak_device_bytes"], document["budget_bytes"]
+    memory = _memory(peak, document["level"], Band(*document["memory_band"]), budget)
     time_band = prediction["time_band_fraction"]
     speed = BriefSpeed(
         tokens_per_s=prediction["tokens_per_s"],
@@ -377,14 +370,7 @@ def _figures(subject: Candidate) -> dict[str, Any]:
     memory, speed = subject.memory_evidence, subject.speed_evidence
     band = memory.memory_band if isinstance(memory, Prediction) else None
     return {
-        "memory": BriefMemory(
-            peak_device_bytes=memory.peak_device_bytes,
-            level=memory.level.value,
-            band_fraction=band and band.widest,
-            band_below_fraction=band and band.below,
-            band_above_fraction=band and band.above,
-            budget_bytes=subject.budget_bytes,
-        ),
+        "memory": _memory(memory.peak_device_bytes, memory.level.value, band, subject.budget_bytes),
         "speed": BriefSpeed(
             tokens_per_s=speed.tokens_per_s,
             step_time_s=speed.step_time_s,
@@ -392,6 +378,17 @@ def _figures(subject: Candidate) -> dict[str, Any]:
             **_speed_band(speed.time_band_fraction, sides_of(speed)),
         ),
     }
+
+
+def _memory(peak_device_bytes: int, level: str, band: Band | None, budget_bytes: int) -> BriefMemory:
+    return BriefMemory(
+        peak_device_bytes=peak_device_bytes,
+        level=level,
+        band_fraction=band and band.widest,
+        band_below_fraction=band and band.below,
+        band_above_fraction=band and band.above,
+        budget_bytes=budget_bytes,
+    )
 
 
 def _speed_band(fraction: float | None, sides: Band | None) -> dict[str, float | None]:

@@ -6,6 +6,7 @@ Each candidate has the interchange form with the same keys on every level; `fits
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -153,9 +154,7 @@ def plan_to_dict(plan: Plan | NoPlan, *, extras: Mapping[str, Any] | None = None
     """
     model_id, gpu_key = plan.workload.model.model_id, plan.workload.gpu.key
 
-    def to_dict(candidate: Candidate, detail: bool = False) -> dict[str, Any]:
-        return candidate_to_dict(candidate, model_id, gpu_key, detail=detail)
-
+    to_dict = partial(candidate_to_dict, model_id=model_id, gpu_key=gpu_key)
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "kind": plan.kind,
@@ -216,22 +215,20 @@ def read_plan_json(path: Path) -> dict[str, Any]:
 
 
 def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
-    tree = decode(tuple[Answer, ...], document["walk"], "walk")
-    space = decode(SpaceCount, document["space"], "space")
-    notes = _notes(document)
-    workload = _workload(document["workload"])
+    shared: dict[str, Any] = {
+        "workload": _workload(document["workload"]),
+        "tree": decode(tuple[Answer, ...], document["walk"], "walk"),
+        "space": decode(SpaceCount, document["space"], "space"),
+        "notes": _notes(document),
+    }
     if document["kind"] == "no_plan":
         return NoPlan(
-            workload=workload,
             nearest=candidate_from_dict(document["nearest"]),
             missing_bytes=decode(int, document["missing_bytes"], "missing_bytes"),
             remedies=decode(tuple[Remedy, ...], document["remedies"], "remedies"),
-            tree=tree,
-            space=space,
-            notes=notes,
+            **shared,
         )
     return Plan(
-        workload=workload,
         chosen=candidate_from_dict(document["chosen"]),
         alternatives=tuple(
             Alternative(
@@ -242,10 +239,8 @@ def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
             for alternative in document["alternatives"]
         ),
         ranked=tuple(candidate_from_dict(candidate) for candidate in document["ranked"]),
-        tree=tree,
-        space=space,
-        notes=notes,
         search=decode(dict[str, Any], document.get("search", {}), "search"),
+        **shared,
     )
 
 

@@ -161,27 +161,17 @@ def _memory(page: Page, candidate: Candidate, memory_bytes: int) -> None:
     page.head(f"Memory at the peak ({named.peak_phase}) of a {gib(memory_bytes)} {card}", text.memory_mark(peak))
     scale_bytes = max(memory_bytes, peak.peak_device_bytes)
     longest = max(len(row.label) for row in parts.rows)
-    term_width = 2 + max(len("peak on the device"), min(MAX_TERM_WIDTH, longest))
+    whole = MemoryRow(category="other", label="peak on the device", size_bytes=peak.peak_device_bytes, start_bytes=0)
+    term_width = 2 + max(len(whole.label), min(MAX_TERM_WIDTH, longest))
     width = max(BAR_MIN, min(BAR_MAX, page.console.width - term_width - 2 - len("139.80 GiB") - 2 - 1))
     columns = ("  term", "size", "bar")[: 2 if page.console.width < NARROW else 3]
     table = page.table(*columns, right=("size",), fixed=("bar",), header=False)
     table.columns[0].max_width = term_width
-    for row in parts.rows:
+    for row in (*parts.rows, whole):
         filled = "░" if row.category in ("free", "headroom") else "█"
-        page.row(
-            table,
-            text.hanging(row.label, term_width),
-            gib(row.size_bytes),
-            *([_bar(row, scale_bytes, memory_bytes, width, filled)] if len(columns) > 2 else []),
-        )
-    whole = MemoryRow(category="other", label="", size_bytes=peak.peak_device_bytes, start_bytes=0)
-    page.row(
-        table,
-        "  peak on the device",
-        gib(peak.peak_device_bytes),
-        *([_bar(whole, scale_bytes, memory_bytes, width, "█")] if len(columns) > 2 else []),
-        style="bold",
-    )
+        bar = [_bar(row, scale_bytes, memory_bytes, width, filled)] * (len(columns) > 2)
+        style = "bold" if row is whole else ""
+        page.row(table, text.hanging(row.label, term_width), gib(row.size_bytes), *bar, style=style)
     page.show(table)
     for name, number, size, share in text.rank_peaks_rows(candidate):
         page.line(f"{name}, {number} {plural(int(number), 'GPU')}: {size} ({share} of the fullest)", indent=2)

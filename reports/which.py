@@ -18,7 +18,7 @@ from planner.planning.answer import best_by_method
 from planner.planning.decision.node import node_of_setup
 from planner.planning.decision.policy import KindChoice
 from planner.planning.plan import NoPlan, Plan
-from planner.planning.targets import TargetChoice, as_fast, tokens_per_s
+from planner.planning.targets import TargetChoice, as_fast
 from planner.planning.useful import cost_usd, job_s, useful_tokens_per_s
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION
@@ -527,7 +527,7 @@ class TargetsSheet(Sheet):
                 "target": row.target,
                 "title": row.title,
                 "refused": row.refused,
-                "tokens_per_s": tokens_per_s(row),
+                "tokens_per_s": row.tokens_per_s,
                 "time_band_fraction": row.candidate and row.candidate.formula.time_band_fraction,
                 "predicted_peak_device_bytes": row.candidate and row.candidate.formula.peak_device_bytes,
                 "candidate": row.candidate and candidate_to_dict(row.candidate, *names),

@@ -48,14 +48,14 @@ class GpuSpec:
     memory_basis: str
     bf16_flops_per_s: float | None
     fp16_flops_per_s: float | None
-    fp32_flops_per_s: float | None
-    tf32_flops_per_s: float | None
+    fp32_flops_per_s: float | None = None
+    tf32_flops_per_s: float | None = None
     memory_bandwidth_bytes_per_s: float
-    nvlink_bytes_per_s: float
-    pcie: str
-    sm_count: int | None
-    l2_bytes: int | None
-    tdp_w: float | None
+    nvlink_bytes_per_s: float = 0.0
+    pcie: str = ""
+    sm_count: int | None = None
+    l2_bytes: int | None = None
+    tdp_w: float | None = None
     flash_attention_2: bool
     source: str
     unsourced: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from planner.core import plugins
 from planner.core.errors import ConfigError, EnvironmentProblem, UnknownGpuError, UsageError
@@ -152,6 +152,7 @@ USUAL = {
 SIZE_TOLERANCE_FRACTION = 0.07
 """How far a memory size in a name may lie from the card's: a B200 is sold as 180 and as 192 GB."""
 LIKE_ENOUGH = 0.55
+_DTYPES = ("bf16", "fp16", "fp32", "tf32")
 
 
 def _number(text: str) -> float | None:
@@ -210,6 +211,7 @@ def _spec(row: dict[str, str]) -> GpuSpec:
     sm_count = _number(row["sm_count"])
     l2_mib = _number(row["l2_mib"])
     left = _left_by_ecc(row, _number(row["driver_mib"]) or 0.0)
+    rates: dict[str, Any] = {f"{dtype}_flops_per_s": _flops(row[f"{dtype}_tflops"]) for dtype in _DTYPES}
     return GpuSpec(
         key=row["key"],
         name=row["name"],
@@ -219,10 +221,7 @@ def _spec(row: dict[str, str]) -> GpuSpec:
         compute_capability=(int(major), int(minor)) if major else None,
         memory_bytes=memory_bytes,
         memory_basis=memory_basis,
-        bf16_flops_per_s=_flops(row["bf16_tflops"]),
-        fp16_flops_per_s=_flops(row["fp16_tflops"]),
-        fp32_flops_per_s=_flops(row["fp32_tflops"]),
-        tf32_flops_per_s=_flops(row["tf32_tflops"]),
+        **rates,
         memory_bandwidth_bytes_per_s=float(row["bandwidth_gb_per_s"]) * 1e9 * left,
         nvlink_bytes_per_s=(_number(row["nvlink_gb_per_s"]) or 0.0) * 1e9,
         pcie=row["pcie"],
@@ -611,16 +610,12 @@ def _slice(spec: GpuSpec, seen: SeenGpu) -> GpuSpec:
         return spec
     compute = seen.num_sms / spec.sm_count if seen.num_sms and spec.sm_count else seen.share
 
-    def part(rate: float | None) -> float | None:
-        return None if rate is None else rate * compute
-
+    rates = {f"{dtype}_flops_per_s": getattr(spec, f"{dtype}_flops_per_s") for dtype in _DTYPES}
+    parts: dict[str, Any] = {name: None if rate is None else rate * compute for name, rate in rates.items()}
     return replace(
         spec,
         name=f"{spec.name} (MIG slice)",
-        bf16_flops_per_s=part(spec.bf16_flops_per_s),
-        fp16_flops_per_s=part(spec.fp16_flops_per_s),
-        fp32_flops_per_s=part(spec.fp32_flops_per_s),
-        tf32_flops_per_s=part(spec.tf32_flops_per_s),
+        **parts,
         memory_bandwidth_bytes_per_s=spec.memory_bandwidth_bytes_per_s * seen.share,
         nvlink_bytes_per_s=0.0,
         sm_count=seen.num_sms,

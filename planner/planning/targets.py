@@ -32,6 +32,10 @@ class TargetChoice:
     candidate: Candidate | None = None
     refused: str = ""
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.candidate.formula.tokens_per_s if self.candidate is not None else None
+
 
 def compare_targets(workload: Workload) -> list[TargetChoice]:
     """The fastest plan by the formula of every target that has a file for the objective, fastest first; what plans
@@ -42,7 +46,7 @@ def compare_targets(workload: Workload) -> list[TargetChoice]:
         "torchtune-in-bwd": workload.fixed.get("method") != ("full",),
     }
     names = [name for name in workload.objective_spec.targets if not apart.get(name)]
-    return sorted((_choice(workload, name) for name in names), key=lambda row: -(tokens_per_s(row) or 0.0))
+    return sorted((_choice(workload, name) for name in names), key=lambda row: -(row.tokens_per_s or 0.0))
 
 
 def _choice(workload: Workload, name: str) -> TargetChoice:
@@ -54,10 +58,6 @@ def _choice(workload: Workload, name: str) -> TargetChoice:
     if isinstance(plan, NoPlan):
         return replace(choice, refused="nothing fits")
     return replace(choice, candidate=plan.chosen)
-
-
-def tokens_per_s(row: TargetChoice) -> float | None:
-    return row.candidate.formula.tokens_per_s if row.candidate is not None else None
 
 
 def as_fast(rows: Sequence[TargetChoice]) -> list[TargetChoice]:
@@ -110,8 +110,8 @@ def left_out_engines(plan: Plan, cache: WalkCache) -> list[TargetChoice]:
             theirs = choose_alone(replace(request, targets=(target,), fixed=fixed), cache)
             title = TARGET_ROWS[target].title
             choices.append(TargetChoice(target=target, title=title, candidate=theirs, refused=reason))
-    faster = [row for row in choices if (tokens_per_s(row) or 0.0) > mine * (1 + PREFERENCE_FRACTION)]
-    return sorted(faster, key=lambda row: -(tokens_per_s(row) or 0.0))
+    faster = [row for row in choices if (row.tokens_per_s or 0.0) > mine * (1 + PREFERENCE_FRACTION)]
+    return sorted(faster, key=lambda row: -(row.tokens_per_s or 0.0))
 
 
 def with_engine_note(plan: Plan, cache: WalkCache) -> Plan:

@@ -132,13 +132,9 @@ def gpu_from_microbench(bench: Microbench) -> GpuSpec:
         bf16_flops_per_s=brain,
         fp16_flops_per_s=half,
         fp32_flops_per_s=rates.get("fp32"),
-        tf32_flops_per_s=None,
         memory_bandwidth_bytes_per_s=bench.copy_bytes_per_s / REFERENCE_COPY_SHARE,
-        nvlink_bytes_per_s=0.0,
-        pcie="",
         sm_count=bench.sm_count,
         l2_bytes=bench.l2_bytes,
-        tdp_w=None,
         flash_attention_2=capability is not None and capability >= (8, 0),
         source=f"micro-benchmark on this machine, {bench.date}",
     )
