@@ -150,16 +150,14 @@ def phase_peaks(candidate: Candidate) -> Chart:
 
 
 def time_parts(candidate: Candidate) -> Chart:
-    parts = {name: value for name, value in candidate.formula.time_parts_s.items() if value > 0}
-    parts = dict(sorted(parts.items(), key=lambda item: -item[1]))
+    longest_first = sorted(candidate.formula.time_parts_s.items(), key=lambda item: -item[1])
+    parts = {clean(name).replace("_", " "): value for name, value in longest_first if value > 0}
     return {
         "kind": "time-parts",
         "title": "Where the time of a step goes (predicted)",
-        "labels": [clean(name).replace("_", " ") for name in parts],
+        "labels": list(parts),
         "seconds": list(parts.values()),
-        "table": table_of(
-            ("part", "time"), ((clean(name).replace("_", " "), seconds(value)) for name, value in parts.items())
-        ),
+        "table": table_of(("part", "time"), ((name, seconds(value)) for name, value in parts.items())),
     }
 
 

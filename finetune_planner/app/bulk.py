@@ -21,6 +21,7 @@ from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 from planner.samples.rows import DataError, read_rows
+from planner.setup import DEFAULTS
 
 Row = dict[str, Any]
 MAX_CONFIGS = 1_000_000
@@ -219,21 +220,12 @@ def figures(answer: Plan | NoPlan) -> Row:
 
 
 _SETUP_FIELDS: dict[str, type] = {
-    "precision": str,
-    "quantization": str,
-    "lora_rank": int,
-    "optimizer": str,
-    "attention": str,
-    "loss": str,
-    "kernels": str,
-    "checkpointing": int,
-    "packing": bool,
-    "compile": bool,
-    "offload": str,
-    "micro_batch_seqs": int,
-    "accumulation_steps": int,
-    "stack": str,
-}
+    name: type(DEFAULTS[name])
+    for name in (
+        "precision", "quantization", "lora_rank", "optimizer", "attention", "loss", "kernels", "checkpointing",
+        "packing", "compile", "offload", "micro_batch_seqs", "accumulation_steps", "stack",
+    )
+}  # fmt: skip
 COLUMNS: dict[str, type] = {
     "model": str,
     "num_params": int,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from functools import partial
 
 
 class Place(IntEnum):
@@ -28,19 +29,12 @@ class Note(str):
         return Note, (str(self), self.place)
 
 
-def measured(text: str) -> Note:
-    """A note that was measured or refuted here."""
-    return Note(text, Place.FOUND)
-
-
-def risk(text: str) -> Note:
-    """A note without which the plan may go wrong."""
-    return Note(text, Place.RISK)
-
-
-def usual(text: str) -> Note:
-    """A note that every plan of this kind has."""
-    return Note(text, Place.USUAL)
+measured = partial(Note, place=Place.FOUND)
+"""A note that was measured or refuted here."""
+risk = partial(Note, place=Place.RISK)
+"""A note without which the plan may go wrong."""
+usual = partial(Note, place=Place.USUAL)
+"""A note that every plan of this kind has."""
 
 
 def place_of(note: str) -> Place:

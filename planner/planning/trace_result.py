@@ -115,20 +115,13 @@ class TraceResult:
         """
         text = read_text(path, max_bytes=MAX_BYTES)
         values = parse_object(text.replace(json.dumps(without)[1:-1], "") if without else text, "the trace's result")
+        from planner.setup.codec import decode  # late: the traced process reads none
+
+        what = "the trace's result"
+        result = decode(cls, values | {"protection": None}, what)
         try:
             for name in _COUNTS:
-                whole(values[name], f"the trace's result: {name}")
-            return cls.from_dict(values)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"the trace's result is damaged: {type(error).__name__}: {error}") from error
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> "TraceResult":
-
-        names = ("by_category", "by_module", "by_line", "by_code", "by_op")
-        values = raw | {name: tuple(Holding(**holding) for holding in raw[name]) for name in names}
-        values["refusal"] = None if raw["refusal"] is None else Refusal(**raw["refusal"])
-        values["notes"] = tuple(raw["notes"])
-        values["questions"] = tuple((what, line, times) for what, line, times in raw["questions"])
-        values["timeline"] = tuple((at, size, phase) for at, size, phase in raw["timeline"])
-        return cls(**values | {"protection": None})
+                whole(getattr(result, name), f"{what}: {name}")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return result
