@@ -1,16 +1,13 @@
-"""Paragraphs, headings and tables on a console, in ASCII where the console takes nothing else; and progress with the
-time left on stderr: a live bar where a person watches, nothing in a pipe or a log."""
+"""Paragraphs, headings and tables on a console, in ASCII where the console takes nothing else."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from time import monotonic
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from planner.core.units import seconds
 from reports.plain import clean, to_ascii
 
 PADDING = 2
@@ -106,51 +103,3 @@ class Sheet(ABC):
     @abstractmethod
     def document(self) -> Any:
         """As JSON values."""
-
-
-T = TypeVar("T")
-
-
-STILL_S = 4.0
-"""A pipe or a log file hears so often how far it is."""
-QUIET_S = 0.5
-"""Work that is done sooner shows no bar."""
-
-
-def steps(items: Iterable[T], words: str, console: Console, *, num: int | None = None) -> Iterator[T]:
-    """The items one by one, with a bar and the time left while they are worked on; `num` of them, where they do not
-    know it themselves.
-
-    The bar appears only on a terminal and only after half a second; it disappears when done, also after an exception.
-    Elsewhere a line is told every few seconds.
-    """
-    num = len(items) if isinstance(items, Sized) else num or 0
-    if num < 2:
-        yield from items
-        return
-    if not console.is_terminal:
-        last_printed = started = monotonic()
-        for number, item in enumerate(items):
-            if number and monotonic() - last_printed > STILL_S:
-                last_printed = monotonic()
-                left = seconds((last_printed - started) / number * (num - number))
-                console.print(f"{words}: {number} of {num}, {left} left", markup=False, highlight=False)
-            yield item
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    started = monotonic()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True)
-    shown = False
-    task = bar.add_task(words, total=num)
-    try:
-        for number, item in enumerate(items):
-            if not shown and monotonic() - started > QUIET_S:
-                bar.start()
-                shown = True
-            bar.update(task, completed=number)
-            yield item
-    finally:
-        if shown:
-            bar.stop()

@@ -2,11 +2,14 @@
 
 import sys
 import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
 
 from planner.core.units import seconds
 
-CHANGE_S, STILL_S = 1.5, 15.0
-"""In a pipe, a change is told when the last line is so old, and what goes on unchanged again after so long."""
+CHANGE_S, STEP_S, STILL_S = 1.5, 4.0, 15.0
+"""In a pipe, a change is told when the last line is so old, one more of many alike, and what goes on unchanged."""
+T = TypeVar("T")
 
 
 def printable(text: str) -> str:
@@ -58,6 +61,13 @@ class ProgressLine:
         elif silent_s >= STILL_S:
             self._tell(f"{self._head()}still {shown}")
 
+    def step(self, text: str) -> None:
+        """One of many alike begins."""
+        if self._watched:
+            self._show(self._head() + text)
+        elif time.monotonic() - max(self._started, self._printed_at) > STEP_S:
+            self._tell(self._head() + text)
+
     def _tell(self, line: str) -> None:
         print(printable(line), file=sys.stderr, flush=True)
         self._printed_at = time.monotonic()
@@ -92,3 +102,16 @@ class ProgressLine:
     def _show(self, text: str) -> None:
         sys.stderr.write(f"\r\033[K{printable(text[:150])}")
         sys.stderr.flush()
+
+
+def steps(items: Iterable[T], words: str, *, num: int | None = None) -> Iterator[T]:
+    """The items one by one, with how far it is and the time left while they are worked on; `num` of them, where they do
+    not know it themselves."""
+    line = ProgressLine(total=len(items) if isinstance(items, Sized) else num or 0)
+    try:
+        for item in items:
+            line.step(words)
+            yield item
+            line.advance()
+    finally:
+        line.close()

@@ -8,12 +8,12 @@ import typer
 
 from finetune_planner.app.bulk import Grid, configs_of, rows_of, write_rows
 from finetune_planner.app.cores import on_cores
+from finetune_planner.app.progress import steps
 from finetune_planner.cli import options
-from finetune_planner.cli.output import console, print_json
+from finetune_planner.cli.output import print_json
 from planner.core.errors import EnvironmentProblem
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.planning.option_values import choices, length, positive
-from reports.page import steps
 
 
 def table(
@@ -56,7 +56,7 @@ def table(
         )
     # planned in forks, which lack pyarrow's threads; written here
     answers = on_cores(lambda config: (config, list(rows_of(config, grid))), left)
-    bar = steps(answers, f"planning {grid.num_plans} times each", console(stderr=True), num=len(left))
+    bar = steps(answers, f"planning {grid.num_plans} times each", num=len(left))
     rows = sum(write_rows(config, rows, grid, out) for config, rows in bar)
     if as_json:
         print_json({"out": str(out), "configurations": len(configurations), "planned": len(left), "rows": rows})

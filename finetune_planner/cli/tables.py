@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from finetune_planner.app.cores import on_cores
+from finetune_planner.app.progress import steps
 from finetune_planner.cli import options
 from finetune_planner.cli.answer import request_for, workload_for
 from finetune_planner.cli.output import console, show_table
@@ -38,7 +39,6 @@ from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.targets import compare_targets as choices_of_targets
 from reports.html import MAX_FULL_PLANS, Entry, report_html
-from reports.page import steps
 from reports.which import (
     BY_METHOD_COLUMNS,
     SORTS,
@@ -166,7 +166,7 @@ def _plans(
             return card, error
 
     answered = chain.from_iterable(on_cores(lambda group: list(map(planned, group)), _groups(cards)))
-    outcomes = list(steps(answered, "planning", console(stderr=True), num=len(cards)))
+    outcomes = list(steps(answered, "planning", num=len(cards)))
     outcomes.sort(key=lambda outcome: cards.index(outcome[0]))
     answers = [answer for _, answer in outcomes if not isinstance(answer, UsageError)]
     problems = [(card, answer) for card, answer in outcomes if isinstance(answer, UsageError)]
@@ -214,7 +214,7 @@ def models_rows(plan_request: PlanRequest, gpu: str, match: str) -> tuple[list[M
     if not names:
         raise UsageError(f"no model of the catalogue has {match!r} in its name", hint="`plan models` lists all")
     answers = on_cores(partial(_row, plan_request, card, named=bool(match)), names)
-    pairs = [pair for pair in steps(answers, "planning", console(stderr=True), num=len(names)) if pair is not None]
+    pairs = [pair for pair in steps(answers, "planning", num=len(names)) if pair is not None]
     rows = [row for row, _ in pairs]
     rows.sort(key=lambda row: (-row.model.num_params, row.model.model_id))
     return rows, max(

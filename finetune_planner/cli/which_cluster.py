@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from finetune_planner.app.cores import on_cores
-from finetune_planner.app.progress import say
+from finetune_planner.app.progress import say, steps
 from finetune_planner.cli import options
 from finetune_planner.cli.answer import request_for
 from finetune_planner.cli.completion import complete_gpu
-from finetune_planner.cli.output import console, show_table
+from finetune_planner.cli.output import show_table
 from finetune_planner.cli.request_options import DataOptions, JobOptions, RequestOptions, SpaceOptions
 from finetune_planner.cli.setup_flags import MAX_GPUS, takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, UsageError
@@ -37,7 +37,6 @@ from planner.planning.option_values import duration_s, positive
 from planner.planning.plan_request import PlanRequest
 from planner.samples.steps import DEFAULT_GLOBAL_BATCH
 from planner.setup.allowed import METHODS
-from reports.page import steps
 from reports.text import job_words
 from reports.which_cluster import ClustersSheet
 
@@ -193,7 +192,7 @@ def _options(jobs: Sequence[Job | UsageError], limits: Limits, *, every: bool) -
     plan = every_outcome if every else deciding_outcomes
     outcomes: list[Outcome] = [job for job in jobs if isinstance(job, UsageError)]
     answered = on_cores(lambda key: (key, plan(groups[key], limits)), list(groups))
-    by_group = dict(steps(answered, "planning", console(stderr=True), num=len(groups)))
+    by_group = dict(steps(answered, "planning", num=len(groups)))
     outcomes += chain.from_iterable(by_group[key] for key in groups)
     problems = [outcome for outcome in outcomes if isinstance(outcome, UsageError)]
     if problems and len(problems) == len(outcomes):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from finetune_planner.app import progress
-from finetune_planner.app.progress import CHANGE_S, STILL_S, ProgressLine
+from finetune_planner.app.progress import CHANGE_S, STEP_S, STILL_S, ProgressLine, steps
 
 
 class Clock:
@@ -79,3 +79,9 @@ def test_a_terminal_gets_one_line_that_changes(
     line.event("building", 1.0)
     line.close()
     assert capsys.readouterr().err == "\r\033[Kreading\r\033[Kbuilding (1.0 s)\r\033[K"
+
+
+def test_a_pipe_hears_now_and_then_how_far_it_is(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in steps([1, 2, 3, 4], "planning"):
+        clock.now_s += STEP_S + 1 if number > 2 else 0
+    assert capsys.readouterr().err == "[3 of 4, 1.7 s left] planning\n"
