@@ -22,7 +22,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_linears
 from planner.options.kernels import KERNELS
-from planner.planning.decision.alternatives import alternatives, in_backward, other_classes
+from planner.planning.decision.alternatives import alternatives, in_backward, other_classes, refusal
 from planner.planning.decision.candidates import Ranked, candidate
 from planner.planning.decision.choosing import choose, choose_alone
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
@@ -57,7 +57,7 @@ class _Walked(NamedTuple):
     best: WalkedSetup | None
 
 
-class _Asked(NamedTuple):
+class _Planning(NamedTuple):
     """How a workload is planned: the arguments of `plan_workload`."""
 
     corrections: Mapping[CorrectionKey, float] | None
@@ -106,17 +106,17 @@ def plan_workload(
         UsageError: the user's requests contradict each other so that no setup can exist at all, or no way of spreading
             the job suits the number of GPUs, the global batch and the options given.
     """
-    asked = _Asked(corrections, cache if cache is not None else WalkCache(), num_ranked, helped, explained)
-    if quantizes_again(workload) and (unpacked := _of_unpacked(workload, "is not quantized again", asked)):
+    planning = _Planning(corrections, cache if cache is not None else WalkCache(), num_ranked, helped, explained)
+    if quantizes_again(workload) and (unpacked := _of_unpacked(workload, "is not quantized again", planning)):
         return unpacked
     if not corrections and workload.num_gpus == 1 and _packed(workload) and _weights_alone_exceed(workload):
-        packed = _with_packed_experts(workload, asked)
+        packed = _with_packed_experts(workload, planning)
         if packed is not None:
             return packed
-    walked = asked.walk(workload)
+    walked = planning.walk(workload)
     if walked.best is None:
-        return _nothing_fits(walked, asked)
-    walked, lost = _of_some_target(walked.workload, walked.best, asked) or (walked, ())
+        return _nothing_fits(walked, planning)
+    walked, lost = _of_some_target(walked.workload, walked.best, planning) or (walked, ())
     return _plan(walked, lost, num_ranked, explained)
 
 
@@ -152,41 +152,39 @@ def _plan(walked: _Walked, notes: Sequence[str], num_ranked: int = NUM_RANKED, e
     )
 
 
-def _nothing_fits(walked: _Walked, asked: _Asked) -> Plan | NoPlan:
+def _nothing_fits(walked: _Walked, planning: _Planning) -> Plan | NoPlan:
     """The way out that one of the other forms of the weights is, or else by how much nothing fits."""
     workload, values, results, _, _ = walked
     space = _space_count(workload, values, results)
     if not space.walked:
-        if unpacked := _of_unpacked(workload, "the named target does not unpack", asked):
+        if unpacked := _of_unpacked(workload, "the named target does not unpack", planning):
             return unpacked
         layouts = results.walked if workload.num_gpus > 1 else ()
         check_something_expressed(workload, sample_setups(workload, values, layouts))
         raise _nothing_to_walk(workload, results)
-    if packed := _with_packed_experts(workload, asked):
+    if packed := _with_packed_experts(workload, planning):
         return packed
     why = "trains only unpacked and does not fit so"  # a copy that does not fit either is not shown, nor helped
-    copied = _of_unpacked(workload, why, asked._replace(helped=False))
+    copied = _of_unpacked(workload, why, planning._replace(helped=False))
     if isinstance(copied, Plan):
         return copied
-    if way_out := _in_the_host(workload, asked) or _by_device_map(workload, asked):
+    if way_out := _in_the_host(workload, planning) or _by_device_map(workload, planning):
         return way_out
-    from planner.planning.decision.alternatives import refusal  # a plan needs none
-
-    if asked.explained is not True:
+    if planning.explained is not True:
         return refusal(workload, results, (), space, (), helped=False)
     alone = _one_gpu(workload, results.cache) if workload.num_gpus > 1 else None
     tree = tuple(answers(workload, results, None, None, None, alone))
     installed = _with_packages(workload, None, results.cache)
     notes = (*_package_notes(workload, None, installed), *cluster_notes(workload.cluster))
-    other_forms = tuple(_other_forms(workload)) if asked.helped else ()
-    refused = refusal(workload, results, tree, space, notes, helped=asked.helped, other_forms=other_forms)
-    if not asked.helped:
+    other_forms = tuple(_other_forms(workload)) if planning.helped else ()
+    refused = refusal(workload, results, tree, space, notes, helped=planning.helped, other_forms=other_forms)
+    if not planning.helped:
         return refused
     forms = [(candidate(*form).formula.peak_device_bytes, form[0]) for form in other_forms]
     beyond = [form for form in forms if workload.budget_bytes < form[0] < refused.nearest.formula.peak_device_bytes]
     if beyond:
         form = min(beyond, key=itemgetter(0))[1]
-        afresh = asked._replace(corrections=None, cache=WalkCache())
+        afresh = planning._replace(corrections=None, cache=WalkCache())
         nearer = _nothing_fits(afresh.walk(form), afresh)
         if form.model is not workload.model:
             nearer = replace(nearer, notes=(_copied(workload.model, form.model, "is nearest unpacked"), *nearer.notes))
@@ -312,7 +310,7 @@ def _other_forms(workload: Workload) -> Iterator[tuple[Workload, TrainSetup]]:
     copies = [replace(workload, model=copy)] if copy is not None else []
     for request in (*_packed(workload), *copies, *chain.from_iterable(map(_packed, copies))):
         with suppress(UsageError):
-            walked = _Asked(None, WalkCache()).walk(request)
+            walked = _Planning(None, WalkCache()).walk(request)
             points = filter(None, (node.smallest for node in walked.results.nodes().values()))
             if smallest := min(points, key=lambda point: point.peak_device_bytes, default=None):
                 yield walked.workload, smallest.setup
@@ -336,7 +334,7 @@ def _weights_alone_exceed(workload: Workload) -> bool:
     )
 
 
-def _in_the_host(workload: Workload, asked: _Asked) -> Plan | None:
+def _in_the_host(workload: Workload, planning: _Planning) -> Plan | None:
     """The plan with states in the memory of one GPU's host, where it was said how much that has."""
     if not workload.host_bytes or workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed):
         return None
@@ -345,17 +343,17 @@ def _in_the_host(workload: Workload, asked: _Asked) -> Plan | None:
     for more in ({}, {"optimizer": ("sgd",)}):
         if more.keys() & workload.fixed.keys():
             continue
-        if walked := asked._replace(explained=True).walk_fitting(replace(workload, fixed={**fixed, **more})):
+        if walked := planning._replace(explained=True).walk_fitting(replace(workload, fixed={**fixed, **more})):
             plan = _plan(walked, [risk("nothing fits on the card alone: states lie in its host")])
             if more:
-                others = in_backward(workload, plan.chosen, asked.cache)
+                others = in_backward(workload, plan.chosen, planning.cache)
                 eight = [f"{remedy.action.partition(':')[0]} has 8-bit ones" for remedy in others]
                 plan = replace(plan, notes=(measured("; ".join((stateless, *eight))), *plan.notes))
             return plan
     return None
 
 
-def _by_device_map(workload: Workload, asked: _Asked) -> Plan | None:
+def _by_device_map(workload: Workload, planning: _Planning) -> Plan | None:
     """The plan with whole layers dealt to the GPUs of one node by one process, where only loading bars a quantized
     base from being cut."""
     cluster = workload.cluster
@@ -371,17 +369,17 @@ def _by_device_map(workload: Workload, asked: _Asked) -> Plan | None:
     if not reasons:
         return None
     fixed = {**workload.fixed, "parallel": ("device-map",)}
-    walked = asked._replace(explained=True).walk_fitting(replace(workload, fixed=fixed))
+    walked = planning._replace(explained=True).walk_fitting(replace(workload, fixed=fixed))
     words = f"a device map, whose GPUs take turns: {min(reasons)[1]}"
     return _plan(walked, [measured(words)]) if walked is not None else None
 
 
-def _with_packed_experts(workload: Workload, asked: _Asked) -> Plan | None:
+def _with_packed_experts(workload: Workload, planning: _Planning) -> Plan | None:
     """The plan with a mixture's experts in 4 bits too, where nothing else fits; None where that is no way out."""
     from planner.memory.engines.host import assumed_host_bytes  # seldom needed
 
     for request in _packed(workload):
-        walked = asked._replace(explained=True).walk_fitting(request)
+        walked = planning._replace(explained=True).walk_fitting(request)
         if walked is None or walked.best is None:
             continue
         if pinned_bytes(workload.model, walked.best.setup) <= assumed_host_bytes(workload):
@@ -389,18 +387,20 @@ def _with_packed_experts(workload: Workload, asked: _Asked) -> Plan | None:
     return None
 
 
-def _of_some_target(workload: Workload, fastest: WalkedSetup, asked: _Asked) -> tuple[_Walked, tuple[str, ...]] | None:
+def _of_some_target(
+    workload: Workload, fastest: WalkedSetup, planning: _Planning
+) -> tuple[_Walked, tuple[str, ...]] | None:
     """The target whose own best setup is best, where none has a file for the fastest setup of all, and a note where
     that costs speed; None where one has, or no target trains anything that fits."""
     reason = unwritten(workload, fastest.setup)
     if not reason:
         return None
     targets = [replace(workload, targets=(name,)) for name, why_not in writers(workload).items() if not why_not]
-    options = [*filter(None, map(asked._replace(explained=False).walk_fitting, targets))]
+    options = [*filter(None, map(planning._replace(explained=False).walk_fitting, targets))]
     if not options:
         return None
     walked = _least_lossy(workload, options, fastest)
-    walked = asked.walk(walked.workload) if asked.explained else walked
+    walked = planning.walk(walked.workload) if planning.explained else walked
     of_samples = " of the samples' own" * bool(workload.data.real_fractions)
     speed = f"{fastest.tokens_per_s:,.0f} tokens/s{of_samples}"
     note = measured(f"no tool has a file for the fastest setup ({speed}): {reason}")
@@ -436,11 +436,11 @@ def quantizes_again(workload: Workload) -> bool:
     return quantized and bool(dequantizing_class(workload.model))
 
 
-def _of_unpacked(workload: Workload, why: str, asked: _Asked) -> Plan | NoPlan | None:
+def _of_unpacked(workload: Workload, why: str, planning: _Planning) -> Plan | NoPlan | None:
     """The answer for the 16-bit copy of weights that are published packed; None where there is none, or no setup."""
     if (copy := plain_copy(workload.model)) is None:
         return None
-    how = asked._replace(cache=asked.cache.of_copy)._asdict()
+    how = planning._replace(cache=planning.cache.of_copy)._asdict()
     try:
         plan = plan_workload(replace(workload, model=copy), **how)
     except UsageError:
