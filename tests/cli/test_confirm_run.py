@@ -116,7 +116,7 @@ def test_the_run_is_the_highest_rung_of_the_plan_and_stays_in_the_store(
     assert plan.ranked[0].run == plan.chosen.run
     assert (folder / "launch" / "trl" / "trl-sft.yaml").read_text() == launch
     report = (folder / "report.md").read_text()
-    assert "| run " in report
+    assert " run |" in report  # the column of its level
     assert "(run" in report
     (record,) = Store(store).records()
     assert record.outcome.program == "trl"
