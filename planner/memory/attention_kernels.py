@@ -354,7 +354,7 @@ def attention_kernel(
     "flash" and "efficient" keep no tokens x tokens matrix; "math" and "eager" do. PyTorch tries flash, then
     memory-efficient, then math. Flash needs compute capability 8.0, 16-bit inputs, no mask and equal head sizes up to
     256 (193 to 224 have no backward on 8.6, 8.9 and 12.x). Memory-efficient takes masks, fp32 and older cards, but not
-    grouped-query form, which transformers asks for when there is no mask and heads are at most 256 wide. Of samples
+    grouped-query form, which transformers (from 4.54 on) asks for without a mask and up to 256 wide. Of samples
     that are `uneven` the batch counts that takes the most: padded, or full where that runs the math kernel.
 
     On Apple's GPUs training always takes the math kernel. Unsloth brings xformers and hands its memory-efficient kernel
@@ -392,6 +392,7 @@ def attention_kernel(
     if model.model_type in ALWAYS_MASKED and attention.num_kv_heads == 1:
         return "math"
     grouped = attention.num_kv_heads != attention.num_heads and equal_heads and fused_width and not has_mask
+    grouped &= not setup.repeats_keys
     by_xformers = half and old and brings_xformers(model.model_type, setup)
     if (grouped and not by_xformers) or (qkv_dtype == "bf16" and old):
         return "math"
