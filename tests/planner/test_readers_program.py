@@ -705,6 +705,7 @@ def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> N
     model = "model = AutoModelForCausalLM.from_pretrained('gpt2')\n"
     old = read(model + "SFTTrainer(model, args=TrainingArguments(bf16=True), max_seq_length=64, tokenizer=1).train()\n")
     assert (old.setup.loss, old.setup.precision, old.setup.checkpointing) == ("full", "bf16-mixed", 0)
+    assert old.setup.transformers_version == "4.46"  # which keeps copies of the logits
     assert any("TRL 0.12 (the newest that takes max_seq_length there)" in assumption for assumption in old.assumptions)
     four = read(
         model + "m = 64\nTrainer(model, args=TrainingArguments(evaluation_strategy='no', max_steps=1)).train()\n"

@@ -145,7 +145,9 @@ class _Script:
         self.transformers = versions.transformers(
             named.get("transformers"), used | older, self.defaults if self.trl and not self.unsloth else None
         )
-        self.computing = {} if self.unsloth else versions.computing(named)
+        newest = ".".join(map(str, self.transformers.version))  # that takes what the program hands over
+        packages = {"transformers": newest, **named} if self.transformers.older else named
+        self.computing = {} if self.unsloth else versions.computing(packages)
         for key in training.ON_HOST:
             if key in self.arguments.unknown:
                 self.arguments.assume(f"trains on the GPU: {key} is not known ({self.arguments.unknown[key]})")
