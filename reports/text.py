@@ -61,7 +61,7 @@ def cost_per_million(plan: Plan | NoPlan) -> float | None:
     if isinstance(plan, NoPlan) or plan.workload.price_per_hour is None or not plan.chosen.tokens_per_s:
         return None
     hours = 1e6 / plan.chosen.tokens_per_s / 3600
-    return hours * plan.workload.price_per_hour * plan.workload.num_gpus
+    return hours * plan.workload.price_per_hour * plan.workload.num_paid_gpus
 
 
 def cost_words(plan: Plan | NoPlan) -> str:

@@ -202,6 +202,11 @@ class Workload:
         return self.cluster.num_gpus if self.cluster is not None else 1
 
     @property
+    def num_paid_gpus(self) -> int:
+        """The same with the card that a vLLM server has, which is taken on request alone."""
+        return self.num_gpus + any(row.generator == "vllm-server" for row in self.fixed.get("rollout", ()))
+
+    @property
     def epochs(self) -> float:
         """Passes over the data that the launch files train: the user's, or those that give enough optimizer steps."""
         return self.num_epochs or steps.num_epochs(self.data.epoch_seqs, self.global_batch_seqs)

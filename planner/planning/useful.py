@@ -63,4 +63,4 @@ def job_s(workload: Workload, candidate: Candidate) -> float | None:
 def cost_usd(workload: Workload, duration_s: float) -> float | None:
     """US dollars for all GPUs that long, None where no price is known."""
     price = workload.price_per_hour
-    return None if price is None else duration_s / 3600 * price * workload.num_gpus
+    return None if price is None else duration_s / 3600 * price * workload.num_paid_gpus

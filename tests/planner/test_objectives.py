@@ -28,6 +28,7 @@ from planner.planning.plan import NoPlan
 from planner.planning.plan_request import PlanRequest
 from planner.planning.predict import cannot_run, predict
 from planner.planning.space import PREFERENCE_FRACTION
+from planner.planning.useful import cost_usd
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.setup.packages import packages_of
@@ -571,6 +572,8 @@ def test_a_server_is_started_on_one_more_gpu_and_ended_with_the_run() -> None:
     fixed = {"objective": ("grpo",), "rollout": (Rollout(generator="vllm-server"),)}
     with pytest.raises(UsageError, match="90% of the card"):
         plan_workload(PlanRequest(fixed=fixed).workload(loaded("meta-llama/Llama-3.1-70B"), find_gpu("h100-sxm")))
+    served = PlanRequest(fixed=fixed, price=2.0).workload(loaded("Qwen/Qwen2.5-0.5B"), find_gpu("h100-sxm"))
+    assert cost_usd(served, 3600) == 4.0  # the server's card too
     gpu, fixed = find_gpu("h100-sxm"), {"objective": ("grpo",), "method": ("full",)}  # beside a 32B no vLLM fits
     refused = refusal_of(PlanRequest(fixed=fixed).workload(loaded("Qwen/Qwen2.5-32B"), gpu, make_cluster(gpu, 8)))
     assert any(remedy.action.startswith("--generator vllm-server (one more card)") for remedy in refused.remedies)
