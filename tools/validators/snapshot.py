@@ -42,6 +42,14 @@ def transformers() -> tuple[str, list[str]]:
     return version("transformers"), [field.name for field in fields(TrainingArguments)]
 
 
+def peft() -> tuple[str, list[str]]:
+    from dataclasses import fields
+
+    from peft import LoraConfig
+
+    return version("peft"), [field.name for field in fields(LoraConfig)]
+
+
 def axolotl() -> tuple[str, list[str]]:
     from axolotl.utils.config import merge_input_args
 

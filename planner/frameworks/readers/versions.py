@@ -283,14 +283,6 @@ MORE_ARGUMENTS = {
     "SentenceTransformerTrainingArguments": ("batch_sampler", "multi_dataset_batch_sampler", "prompts"),
 }  # fmt: skip
 """What classes of arguments take beside those of transformers' own."""
-LORA_PARAMETERS = (
-    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save", "bias", "task_type",
-    "use_rslora", "use_dora", "init_lora_weights", "inference_mode", "fan_in_fan_out", "layers_to_transform",
-    "layers_pattern", "revision", "rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters",
-    "loftq_config", "eva_config", "corda_config", "lora_bias", "layer_replication", "runtime_config", "peft_type",
-    "base_model_name_or_path", "megatron_config", "megatron_core", "use_qalora", "qalora_group_size",
-)  # fmt: skip
-"""What peft's `LoraConfig` takes. Source: peft 0.21."""
 
 
 def taken_by(name: str, named: Mapping[str, str]) -> frozenset[str]:
@@ -303,7 +295,7 @@ def taken_by(name: str, named: Mapping[str, str]) -> frozenset[str]:
         return {key for key, newest in keys.items() if of_trl.version[:2] <= parsed(newest)}
 
     if name == "LoraConfig":
-        return frozenset(LORA_PARAMETERS)
+        return frozenset(snapshot()["peft"]["fields"])
     older = {key for key in NOT_IN_TRANSFORMERS_5 if of_transformers.version[:2] <= NEWEST_WITH.get(key, LAST_OF_4)}
     if name in ("Trainer", "Seq2SeqTrainer"):
         return frozenset({*TRAINER_PARAMETERS, "model_init"} | older & {"tokenizer"})
