@@ -140,7 +140,6 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
         depth=plan.depth,
         num_layers=plan.full,
         kernels=dict(trace.log.chosen),
-        kernel_reasons=dict(trace.log.reasons),
         timeline=timeline(curve),
         phases=tuple(curve.phases),
         parameter_bytes=trace.parameter_bytes,

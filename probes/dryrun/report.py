@@ -17,7 +17,7 @@ class DryRunReport:
     Attributes:
         phase_groups: what is alive at the peak of each phase, (category, name) -> bytes.
         depth: layers that were run; the middle ones stand for the rest of `num_layers`.
-        kernels: attention kernels and how often each ran, with why the faster ones were refused.
+        kernels: attention kernels and how often each ran.
         program: the operators of a step, None of a rank of several GPUs.
         timeline: (event index, allocated bytes) over loading and two steps, thinned.
         phases: (phase, index of its first event) of the same run, in order.
@@ -29,7 +29,6 @@ class DryRunReport:
     depth: int
     num_layers: int
     kernels: Mapping[str, int]
-    kernel_reasons: Mapping[str, str]
     timeline: tuple[tuple[int, int], ...]
     phases: tuple[tuple[str, int], ...]
     parameter_bytes: int

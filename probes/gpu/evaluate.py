@@ -23,15 +23,6 @@ from probes.records import Record
 from probes.store import Store, now_text
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeEvent:
-    """One answered setup: measured just now, or found in the store."""
-
-    setup: TrainSetup
-    outcome: Outcome
-    from_store: bool
-
-
 @dataclass(kw_only=True)
 class Prober:
     """Measures setups of one model on one device; callable, as the search wants it.
@@ -39,7 +30,6 @@ class Prober:
     Attributes:
         gpu: row of the GPU table the device belongs to (model FLOPs utilisation); None on the CPU.
         depths: () truncated, (0,) full depth.
-        on_event: told of every answer.
         ends_at: of `time.monotonic`, when the last probe has to be over.
         least_s: the seconds that a setup's probe takes at least: one that cannot end in time is not begun.
         link: key of the one between the GPUs of a job on several, for the record.
@@ -53,7 +43,6 @@ class Prober:
     limits: Limits = field(default_factory=Limits)
     depths: tuple[int, ...] = ()
     level: Fidelity = Fidelity.PROBE
-    on_event: Callable[[ProbeEvent], None] = lambda event: None
     ends_at: float = math.inf
     least_s: Callable[[TrainSetup], float] = lambda setup: 0.0
     link: str = ""
@@ -99,7 +88,6 @@ class Prober:
         not hold its probe, which is then not begun, or left to the executor's end."""
         stored = self.stored(setup)
         if stored is not None:
-            self.on_event(ProbeEvent(setup=setup, outcome=stored, from_store=True))
             return stored
         left_s = self.ends_at - time.monotonic()
         least_s = self.least_s(setup) if math.isfinite(left_s) else 0.0
@@ -124,7 +112,7 @@ class Prober:
         return self.executor.submit(self.request(setup))
 
     def finish(self, setup: TrainSetup, future: "Future[Outcome]") -> Outcome:
-        """The outcome of a finished future: completed, stored and told.
+        """The outcome of a finished future: completed and stored.
 
         Raises:
             EnvironmentProblem: the machine, not the setup, kept it from being measured: nothing is stored.
@@ -134,7 +122,6 @@ class Prober:
             log = f" (log: {outcome.log_path})" if outcome.log_path else ""
             raise EnvironmentProblem(f"this machine cannot measure: {outcome.message}{log}")
         self.remember(setup, outcome)
-        self.on_event(ProbeEvent(setup=setup, outcome=outcome, from_store=False))
         return outcome
 
     def remember(self, setup: TrainSetup, outcome: Outcome) -> None:

@@ -52,7 +52,7 @@ class CardMemory:
         number = self.num_allocations
         self.num_allocations += 1
         block = self.malloc(size_bytes, op) if size_bytes > 0 else None
-        self._origins.by_allocation[number] = Origin(self._origins, op, size_bytes, len(self.events))
+        self._origins.by_allocation[number] = Origin(self._origins, op, size_bytes)
         self.events.append(Alloc(number, size_bytes))
         events, free = self.events, self.allocator.free
 
@@ -73,7 +73,7 @@ class CardMemory:
             return self.allocator.malloc(size_bytes)
         except OutOfDeviceMemory:
             allocated, reserved = self.allocator.allocated_bytes, self.allocator.reserved_bytes
-            self._origins.out_of_memory(size_bytes, op, len(self.events), allocated)
+            self._origins.out_of_memory(size_bytes, op, allocated)
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {gib(size_bytes)}. GPU 0 has a total capacity of "
                 f"{gib(self._card.memory_bytes)} of which {gib(self.free_bytes)} is free. Of the allocated memory "

@@ -46,18 +46,16 @@ class Origin:
     Attributes:
         module: path of the module that was running, "" outside all.
         code: the innermost function that is none of PyTorch's or Python's: the program's or a library's.
-        event_index: of its `Alloc`.
     """
 
-    __slots__ = ("code", "event_index", "line", "module", "op", "phase", "size_bytes")
+    __slots__ = ("code", "line", "module", "op", "phase", "size_bytes")
 
-    def __init__(self, origins: "Origins", op: str, size_bytes: int, event_index: int) -> None:
+    def __init__(self, origins: "Origins", op: str, size_bytes: int) -> None:
         self.phase = origins.phase
         self.module = origins.module
         self.line, self.code = _running()
         self.op = op
         self.size_bytes = size_bytes
-        self.event_index = event_index
 
 
 class Origins:
@@ -127,7 +125,7 @@ class Origins:
         key = (what, user_line())
         self.questions[key] = self.questions.get(key, 0) + 1
 
-    def out_of_memory(self, size_bytes: int, op: str, event_index: int, allocated_bytes: int) -> None:
+    def out_of_memory(self, size_bytes: int, op: str, allocated_bytes: int) -> None:
         if self.refused is None:
             self.refused = Refusal(
                 requested_bytes=size_bytes,

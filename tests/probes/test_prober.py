@@ -13,7 +13,7 @@ from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.confirm import Promise, compare, confirm
-from probes.gpu.evaluate import ProbeEvent, Prober, mfu_fraction
+from probes.gpu.evaluate import Prober, mfu_fraction
 from probes.gpu.executors import LocalExecutor, SubmititExecutor
 from probes.gpu.request import Limits
 from probes.gpu.runner import ProbeStopped
@@ -55,13 +55,11 @@ def local(tmp_path: Path, **changes: Any) -> LocalExecutor:
 
 
 def test_prober_measures_once_and_then_remembers(tmp_path: Path) -> None:
-    events: list[ProbeEvent] = []
     with local(tmp_path) as executor:
-        evaluate = prober(tmp_path, executor, on_event=events.append)
+        evaluate = prober(tmp_path, executor)
         first, second = evaluate(TrainSetup()), evaluate(TrainSetup())
     assert isinstance(first, Measurement)
     assert second == first
-    assert [event.from_store for event in events] == [False, True]
     with local(tmp_path, ahead=0) as executor:  # another process later
         assert prober(tmp_path, executor)(TrainSetup()) == first
     assert len(Store(tmp_path / "s.jsonl").records()) == 1
