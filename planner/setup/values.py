@@ -520,14 +520,15 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
     @property
     def pads(self) -> bool:
         """Whether attention sees padding: SDPA by a mask that hides it, flash attention 2 by copies without it (and one
-        of its output with it); Unsloth's own attention is told of none in training.
+        of its output with it); Unsloth's own attention is told of none in training, nor is any of a cut sequence.
 
         Source: transformers 5.23 `masking_utils.py` `_ignore_causal_mask_sdpa`, `flash_attention_mask` (a mask of ones
-        is dropped), `modeling_flash_attention_utils.py` `_upad_input`, `_pad_input`.
+        is dropped), `modeling_flash_attention_utils.py` `_upad_input`, `_pad_input`; accelerate 1.15 `big_modeling.py`
+        _attach_context_parallel_hooks, DeepSpeed 0.19 `ulysses_sp.py` uattn_wrapper (attention_mask = None).
         """
         of_class = not self.trainer.own_models and self.stack != "unsloth"
         padded = self.uneven and self.attention in ("sdpa", "flash-attention-2") and not self.packing
-        return padded and of_class and self.micro_batch_seqs * self.seqs_per_sample > 1
+        return padded and of_class and self.micro_batch_seqs * self.seqs_per_sample > 1 and self.context_degree == 1
 
     @property
     def repeats_keys(self) -> bool:

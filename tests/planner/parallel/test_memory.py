@@ -8,6 +8,7 @@ import pytest
 
 from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
+from planner.memory.attention_kernels import padded
 from planner.memory.engines import engine_of
 from planner.memory.engines.host import host_bytes_per_node
 from planner.memory.engines.zero import ZERO_BUCKET_ELEMENTS, zero_bucket_elements
@@ -245,6 +246,13 @@ def test_offloaded_states_lie_on_the_host() -> None:
     assert per_parameter("zero2", "optimizer") == pytest.approx(18, rel=PADDING)
     assert per_parameter("zero3", "parameters") == pytest.approx(20, rel=PADDING)
     assert host_bytes_per_node(model, TrainSetup(**FULL, num_gpus=8, parallel="zero3"), 1) == 0
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "zero3"])
+def test_a_cut_sequence_is_told_of_no_padding(parallel: str) -> None:
+    setup = TrainSetup(**FULL, num_gpus=8, parallel=parallel, micro_batch_seqs=4, seq_len_tokens=8192, loss="chunked")
+    assert padded(loaded(), setup) is not None
+    assert padded(loaded(), setup.replace(context_degree=4)) is None
 
 
 def test_what_a_rank_keeps_beside_its_card_is_its_own_part() -> None:
