@@ -75,24 +75,24 @@ class Optimizer:
     """
 
     name: str
-    planned: bool
-    tie_break: int
-    adamw: bool
+    planned: bool = False
+    tie_break: int = 4
+    adamw: bool = False
     states: States
     temporaries: Temporaries
-    paged: bool
+    paged: bool = False
     passes: float
-    extra_bytes: float
+    extra_bytes: float = 0.0
     kernels_per_tensor: float
-    looped: bool
-    cpu_looped: bool
-    rate_rule: str
-    bitsandbytes: bool
-    steps_dtensors: bool
-    steps_on_cpu: bool
-    transformers: str
-    aliases: tuple[str, ...]
-    same_states: tuple[str, ...]
+    looped: bool = False
+    cpu_looped: bool = True
+    rate_rule: str = "Adam"
+    bitsandbytes: bool = False
+    steps_dtensors: bool = True
+    steps_on_cpu: bool = False
+    transformers: str = ""
+    aliases: tuple[str, ...] = ()
+    same_states: tuple[str, ...] = ()
     class_path: str
     arguments: Mapping[str, Any]
 
@@ -121,40 +121,6 @@ class Optimizer:
         return self.temporaries.copies * size_bytes * num_trained + of_largest * 4 * largest_tensor
 
 
-_USUAL: dict[str, Any] = {
-    "adamw": True,
-    "paged": False,
-    "cpu_looped": True,
-    "rate_rule": "Adam",
-    "aliases": (),
-    "same_states": (),
-}
-"""What most of them have in common; bytes and passes are every row's own to say."""
-_TORCH: dict[str, Any] = {
-    **_USUAL,
-    "extra_bytes": 0.0,
-    "looped": False,
-    "bitsandbytes": False,
-    "steps_dtensors": True,
-    "steps_on_cpu": True,
-}
-_BITSANDBYTES: dict[str, Any] = {
-    **_USUAL,
-    "temporaries": Temporaries(),  # in place
-    "passes": 3.0,
-    "kernels_per_tensor": 1.0,
-    "looped": True,
-    "bitsandbytes": True,
-    "steps_dtensors": False,
-    "steps_on_cpu": False,
-    "arguments": {},
-}
-
-
-def _row(shared: Mapping[str, Any], **overrides: Any) -> Optimizer:
-    return Optimizer(**{**shared, **overrides})
-
-
 def _with_paged(
     name: str, class_name: str, states: States, *, paged_aliases: tuple[str, ...] = (), **overrides: Any
 ) -> tuple[Optimizer, Optimizer]:
@@ -163,8 +129,20 @@ def _with_paged(
     Source: bitsandbytes 0.50 `GlobalPageManager`, `get_paged`: managed memory, evicted to the host under pressure.
     """
     moved = round(2.1 * states.eight_bit + 8.0 * states.fp32, 1)
-    shared = {**_BITSANDBYTES, "adamw": False, "planned": False, "tie_break": 4, "extra_bytes": moved}
-    plain = _row(shared, name=name, states=states, class_path=f"bitsandbytes.optim.{class_name}", **overrides)
+    plain = Optimizer(
+        name=name,
+        states=states,
+        temporaries=Temporaries(),  # in place
+        passes=3.0,
+        extra_bytes=moved,
+        kernels_per_tensor=1.0,
+        looped=True,
+        bitsandbytes=True,
+        steps_dtensors=False,
+        class_path=f"bitsandbytes.optim.{class_name}",
+        arguments={},
+        **overrides,
+    )
     return plain, replace(
         plain,
         name=f"paged-{name}",
@@ -182,15 +160,15 @@ _ROWS = (
     # passes, and one temporary of the size of all trained parameters (the square root of the second moments; PyTorch
     # 2.13 `optim/adamw.py` _multi_tensor_adamw; Mistral-7B in bf16 peaks at 5.00 copies, fms_acceleration, A100).
     # `foreach` is said because meta and CPU tensors would be looped over otherwise.
-    _row(
-        _TORCH,
+    Optimizer(
         name="adamw",
-        planned=False,
         tie_break=1,
+        adamw=True,
         states=States(param_dtype_states=2),
         temporaries=Temporaries(copies=1),
         passes=20.0,
         kernels_per_tensor=0.3,
+        steps_on_cpu=True,
         transformers="adamw_torch",
         aliases=("adamw_hf", "adamw"),
         same_states=(
@@ -207,32 +185,27 @@ _ROWS = (
         arguments={"weight_decay": 0.0, "foreach": True},
     ),
     # Reddi et al. 2018, https://arxiv.org/abs/1904.09237: the largest second moment beside both.
-    _row(
-        _TORCH,
+    Optimizer(
         name="adamw-amsgrad",
-        planned=False,
-        tie_break=4,
-        adamw=False,
         states=States(param_dtype_states=3),
         temporaries=Temporaries(copies=1),
         passes=23.0,
         kernels_per_tensor=0.34,
-        steps_on_cpu=False,
-        transformers="",
         class_path="torch.optim.AdamW",
         arguments={"weight_decay": 0.0, "foreach": True, "amsgrad": True},
     ),
     # The fused kernel reads four tensors and writes three, in place.
-    _row(
-        _TORCH,
+    Optimizer(
         name="adamw-fused",
         planned=True,
         tie_break=0,
+        adamw=True,
         states=States(param_dtype_states=2),
         temporaries=Temporaries(),
         passes=7.0,
         kernels_per_tensor=0.05,
         cpu_looped=False,
+        steps_on_cpu=True,
         transformers="adamw_torch_fused",
         aliases=("adamw_apex_fused",),
         class_path="torch.optim.AdamW",
@@ -254,28 +227,21 @@ _ROWS = (
         "AdamW32bit",
         States(fp32=2),
         adamw=True,
-        transformers="",
         same_states=("adamw_anyprecision",),
         paged_aliases=("paged_adamw",),
     ),
     # Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235. transformers' is a Python loop, tensor by tensor in fp32
     # with two temporaries of the largest (the gradient's square, the update), and casts of gradient and parameter where
     # those are 16-bit (transformers 5.23 `optimization.py`).
-    _row(
-        _USUAL,
+    Optimizer(
         name="adafactor",
-        planned=False,
-        tie_break=4,
-        adamw=False,
         states=States(factored=True),
         temporaries=Temporaries(fp32_of_largest=2),
         passes=16.0,
         extra_bytes=16.0,
         kernels_per_tensor=18.0,
         looped=True,
-        bitsandbytes=False,
         steps_dtensors=False,
-        steps_on_cpu=False,
         transformers="adafactor",
         class_path="transformers.optimization.Adafactor",
         arguments={"scale_parameter": False, "relative_step": False},
@@ -302,66 +268,45 @@ _ROWS = (
     *_with_paged("ademamix-32bit", "AdEMAMix", States(fp32=3), transformers="ademamix"),
     *_with_paged("ademamix-8bit", "AdEMAMix8bit", States(eight_bit=3), transformers="ademamix_8bit"),
     # Without momentum: no state.
-    _row(
-        _TORCH,
+    Optimizer(
         name="sgd",
-        planned=False,
-        tie_break=4,
-        adamw=False,
         states=States(),
         temporaries=Temporaries(),
         passes=3.0,
         kernels_per_tensor=0.05,
         rate_rule="SGD",
-        steps_on_cpu=False,
         transformers="sgd",
         class_path="torch.optim.SGD",
         arguments={"foreach": True},
     ),
-    _row(
-        _TORCH,
+    Optimizer(
         name="sgd-momentum",
-        planned=False,
-        tie_break=4,
-        adamw=False,
         states=States(param_dtype_states=1),
         temporaries=Temporaries(),
         passes=8.0,
         kernels_per_tensor=0.12,
         rate_rule="SGD",
-        steps_on_cpu=False,
-        transformers="",
         same_states=("lion_pytorch", "schedule_free_sgd"),
         class_path="torch.optim.SGD",
         arguments={"foreach": True, "momentum": 0.9},
     ),
     # The foreach forms, passes counted as AdamW's (PyTorch 2.13 `optim/rmsprop.py`, `optim/adagrad.py`).
-    _row(
-        _TORCH,
+    Optimizer(
         name="rmsprop",
-        planned=False,
-        tie_break=4,
-        adamw=False,
         states=States(param_dtype_states=1),
         temporaries=Temporaries(copies=1),
         passes=13.0,
         kernels_per_tensor=0.2,
-        steps_on_cpu=False,
         transformers="rmsprop",
         class_path="torch.optim.RMSprop",
         arguments={"foreach": True},
     ),
-    _row(
-        _TORCH,
+    Optimizer(
         name="adagrad",
-        planned=False,
-        tie_break=4,
-        adamw=False,
         states=States(param_dtype_states=1),
         temporaries=Temporaries(copies=2),
         passes=13.0,
         kernels_per_tensor=0.2,
-        steps_on_cpu=False,
         transformers="adagrad",
         class_path="torch.optim.Adagrad",
         arguments={"foreach": True},
