@@ -71,12 +71,10 @@ def resolve_model(name: str, *, revision: str | None = None, ask_hub: bool = Fal
         raise UsageError(f"--revision must be a branch, tag or commit, got {shown(revision)}", hint="for example main")
     if revision is not None or ask_hub:
         return _hub_first(name, revision, like)
-    model = catalogue.load(name)
-    if model is None and "/" in name and hub.is_repo_id(name):
-        return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)], like=like)
-    if model is None:
+    model, on_hub = catalogue.load(name), hub.is_repo_id(name)
+    if model is None and not (on_hub and "/" in name):
         model = _by_common_name(name)
-    if model is None and hub.is_repo_id(name):  # ids of the hub's first years have no owner
+    if model is None and on_hub:  # ids of the hub's first years have no owner
         return _spec(name, [lambda: hub.from_cache(name, None), lambda: hub.from_hub(name, None)], like=like)
     repo, at, its_revision = name.partition("@")
     if model is None and at and hub.is_repo_id(repo):
