@@ -11,6 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from planner import __version__
 from planner.core.errors import EnvironmentProblem
 from planner.core.install import packages_command
 from planner.core.records import dataclass
@@ -66,7 +67,7 @@ class Entry:
     name: str = ""
 
 
-def report_html(entries: Sequence[Entry], *, version: str = "", title: str = "", sentences: Sequence[str] = ()) -> str:
+def report_html(entries: Sequence[Entry], *, title: str = "", sentences: Sequence[str] = ()) -> str:
     """The page for one plan, or the comparison of several; `title`, `sentences`: its first lines, where the terminal
     has others than a comparison's own.
 
@@ -86,16 +87,16 @@ def report_html(entries: Sequence[Entry], *, version: str = "", title: str = "",
         comparison["title"] = title = title or comparison["title"]
         comparison["sentences"] = sentences or comparison["sentences"]
     title = workload_words(entries[0].plan.workload) if single else title
-    return _page(title, version or entries[0].extras.planner_version, plans, comparison)
+    return _page(title, entries[0].extras.planner_version, plans, comparison)
 
 
-def comparison_html(comparison: dict[str, Any], *, version: str = "") -> str:
+def comparison_html(comparison: dict[str, Any]) -> str:
     """The page of a comparison alone (what comparison.html.j2 reads).
 
     Raises:
         EnvironmentProblem: jinja2 is not installed.
     """
-    return _page(comparison["title"], version, [], comparison)
+    return _page(comparison["title"], __version__, [], comparison)
 
 
 def _page(title: str, version: str, plans: Sequence[dict[str, Any]], comparison: dict[str, Any] | None) -> str:

@@ -21,7 +21,6 @@ from finetune_planner.cli.probe import LIMIT_S, NUM_STEPS, enough_steps, exit_co
 from finetune_planner.cli.report import write_html
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.cli.writing import known_targets, write_out
-from planner import __version__
 from planner.core.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 from planner.core.records import dataclass
 from planner.frameworks.readers import ReadConfig
@@ -173,7 +172,7 @@ def race(
         ]
     sheet = RaceSheet(heats, _level(heats, how, dry_run=not no_dry_run))
     if out is not None:
-        write_html(out, lambda: comparison_html(sheet.view(), version=__version__))
+        write_html(out, lambda: comparison_html(sheet.view()))
     show_table(out, as_json, sheet)
     return max(map(_code, heats))
 

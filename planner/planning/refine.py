@@ -84,7 +84,7 @@ CAREFUL_RUNS = 3
 """The last runs assume that every family errs as badly as the worst one seen."""
 
 
-def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS) -> Plan | NoPlan:
+def refine(plan_with: PlanWith, dry_run: DryRun) -> Plan | NoPlan:
     """The plan on which formula and dry run agree, with the dry run beside the formula of all that was run.
 
     `plan_with(corrections)` plans with each family's formula peak (beyond `exact_bytes`) multiplied by the ratio that
@@ -102,7 +102,7 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
     corrections: dict[CorrectionKey, float] = {}
     plan = plan_with(corrections)
     first = plan.chosen if isinstance(plan, Plan) else None
-    while (chosen := _unproven(plan)) and chosen.setup not in (*runs, *failed) and len(runs) + len(failed) < max_runs:
+    while (chosen := _unproven(plan)) and chosen.setup not in {**runs, **failed} and len(runs | failed) < MAX_DRY_RUNS:
         outcome = dry_run(chosen.setup)
         if isinstance(outcome, ProbeFailure):
             if not plan.workload.model.from_tree:
@@ -121,7 +121,7 @@ def refine(plan_with: PlanWith, dry_run: DryRun, *, max_runs: int = MAX_DRY_RUNS
         if chosen.setup.num_gpus > 1 and ratio > 1:
             corrections[layout_correction_key(chosen.setup)] = ratio
         peaks = [run.peak_device_bytes * (1 + run.memory_band_fraction) for run in runs.values()]
-        if len(runs) >= max_runs - CAREFUL_RUNS and min(peaks) > plan.workload.budget_bytes:
+        if len(runs) >= MAX_DRY_RUNS - CAREFUL_RUNS and min(peaks) > plan.workload.budget_bytes:
             corrections[ANY_SETUP] = max(correction for correction in corrections.values() if correction < CANNOT_RUN)
         plan = plan_with(corrections)
     if failed and not runs and isinstance(plan, Plan):

@@ -10,16 +10,14 @@ from planner.planning.evidence.bands import time_band
 from planner.planning.predict import paged_overflow
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction
-from planner.speed.host import Host, host_of
+from planner.speed.host import host_of
 from planner.speed.operators import Program
 from planner.speed.rates import card_band, card_rates
 from planner.speed.roofline import conditions_of, throughput_profile
 from planner.speed.timeline import Loop, RunTime, host_notes, loop_of, run_time
 
 
-def run_speed(
-    program: Program, gpu: GpuSpec, setup: TrainSetup, *, loop: Loop | None = None, host: Host | None = None
-) -> RunTime:
+def run_speed(program: Program, gpu: GpuSpec, setup: TrainSetup, *, loop: Loop | None = None) -> RunTime:
     """The time of a step of `program`, the operators of `setup`, on one card.
 
     Args:
@@ -27,7 +25,7 @@ def run_speed(
     """
     apart = setup.packing and setup.attention == "flash-attention-2"
     rates = card_rates(gpu, setup.attention, sample_tokens=setup.seq_len_tokens if apart else 0)
-    return run_time(program, rates, loop or loop_of(setup), host or host_of(gpu))
+    return run_time(program, rates, loop or loop_of(setup), host_of(gpu))
 
 
 def with_run_speed(

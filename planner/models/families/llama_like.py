@@ -59,21 +59,19 @@ def window_everywhere(fields: Fields, num_layers: int, absent: int | None = None
     return (window,) * num_layers
 
 
-def window_by_layer_types(
-    fields: Fields, num_layers: int, is_full: Callable[[int], bool], default_window: int
-) -> Windows:
+def window_by_layer_types(fields: Fields, num_layers: int, is_full: Callable[[int], bool]) -> Windows:
     """`layer_types` where the config gives them, else the family's pattern."""
     full = fields.layers_of("full_attention", _LAYER_TYPES, num_layers, is_full)
     if all(full):
         return (None,) * num_layers
-    window = fields.count("sliding_window", kind="window", default=default_window)
+    window = fields.count("sliding_window", kind="window", default=4096)
     return tuple(None if full_attention else window for full_attention in full)
 
 
 def window_every_nth_full(fields: Fields, num_layers: int, default_period: int) -> Windows:
     """Sliding except every n-th layer (Gemma 3, Olmo 3)."""
     period = fields.count("sliding_window_pattern", kind="layers", default=default_period)
-    return window_by_layer_types(fields, num_layers, lambda index: (index + 1) % period == 0, 4096)
+    return window_by_layer_types(fields, num_layers, lambda index: (index + 1) % period == 0)
 
 
 def window_qwen(fields: Fields, num_layers: int) -> Windows:
@@ -81,7 +79,7 @@ def window_qwen(fields: Fields, num_layers: int) -> Windows:
     if not fields.flag("use_sliding_window", False):
         return (None,) * num_layers
     first = fields.count("max_window_layers", kind="layers", default=28, at_least=0)
-    return window_by_layer_types(fields, num_layers, lambda index: index < first, 4096)
+    return window_by_layer_types(fields, num_layers, lambda index: index < first)
 
 
 _GEMMA2 = ArchitectureOptions(
@@ -91,7 +89,7 @@ _GEMMA2 = ArchitectureOptions(
     head_dim=256,
     bias="attention_bias",
     norms=SANDWICH,
-    windows=lambda fields, num_layers: window_by_layer_types(fields, num_layers, lambda index: index % 2 == 1, 4096),
+    windows=lambda fields, num_layers: window_by_layer_types(fields, num_layers, lambda index: index % 2 == 1),
     activation=("hidden_activation",),
     activation_default="gelu_pytorch_tanh",
     attentions=("eager", "flash-attention-2"),  # SDPA cannot soft-cap
