@@ -221,9 +221,8 @@ def _fixed(
     try:
         if helps and not improved.needs_new_file:
             start_file, words = config.through or (file, request.arguments)
-            fixed = fixed_files(
-                start_file, config, improved, spec, card=result.gpu, request=replace(request, arguments=words)
-            )
+            asked_for = replace(request, arguments=words)
+            fixed = Fixing(start_file, config, improved, spec, card=result.gpu, request=asked_for).fixed()
     except ConfigError as error:
         refused = error.message
     targets = {
@@ -456,36 +455,27 @@ def fixed_path(file: Path) -> Path:
     return file.with_name(f"{file.stem}.fixed{file.suffix}")
 
 
-def fixed_files(
-    file: Path,
-    config: ReadConfig,
-    improved: Improved,
-    spec: ModelSpec,
-    *,
-    card: GpuSpec | None = None,
-    request: CheckRequest | None = None,
-) -> Fixed:
+class Fixing:
     """The texts of a file, and of those that it takes its settings from, with the setup's changes written in and their
     names in what names them, proven by reading them back.
 
     Raises:
         ConfigError: their form does not allow it.
     """
-    if "loop" in config.setup.stack:
-        raise ConfigError(f"{file.name} trains in a loop of its own, which has no settings to change")
-    return _Fixing(file, config, improved, spec, card, request or CheckRequest()).fixed()
 
-
-class _Fixing:
     def __init__(
         self,
         file: Path,
         config: ReadConfig,
         improved: Improved,
         spec: ModelSpec,
-        card: GpuSpec | None,
-        request: CheckRequest,
+        *,
+        card: GpuSpec | None = None,
+        request: CheckRequest | None = None,
     ) -> None:
+        if "loop" in config.setup.stack:
+            raise ConfigError(f"{file.name} trains in a loop of its own, which has no settings to change")
+        request = request or CheckRequest()
         self.file, self.config, self.improved, self.spec, self.request = file, config, improved, spec, request
         self.edits = edits_of(config, improved)
         named = {config.keys.get(field.of, field.key): field.of for field in tool_of(config.format).fields}
@@ -501,9 +491,7 @@ class _Fixing:
             objective=request.sets.get("objective", ""),
         )
         self.texts = {file: read_bounded(file)}
-        self.named_by: dict[Path, Path] = {}
-        for path, parent in self._named():
-            self.named_by[path] = parent
+        self.named_by = dict(self._named())
 
     def fixed(self) -> Fixed:
         """The texts; new settings stand in the file itself, else where most of the others do."""

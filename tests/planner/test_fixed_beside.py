@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from finetune_planner.cli.app import run
-from finetune_planner.cli.check import Fixed, fixed_files, fixed_path
+from finetune_planner.cli.check import Fixed, Fixing, fixed_path
 from finetune_planner.cli.checking import CheckRequest
 from finetune_planner.improvement import Improved
 from planner.core.errors import ConfigError
@@ -49,7 +49,7 @@ def fixed(folder: Path, files: dict[str, str], *, sets: tuple[str, ...] = (), **
     improvement = Improved(
         setup=after, labels=("x",), after=predict(MODEL, GPU, TrainSetup(), None), verdict=Verdict.FITS
     )
-    answer = fixed_files(file, config, improvement, MODEL, request=CheckRequest(arguments=arguments))
+    answer = Fixing(file, config, improvement, MODEL, request=CheckRequest(arguments=arguments)).fixed()
     for of, text in answer.texts.items():  # what a person finds on disk, read as it stands
         fixed_path(of).write_text(text)
     assert all((folder / name).read_text() == text for name, text in files.items())

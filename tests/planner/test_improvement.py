@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune_planner.cli.app import run
-from finetune_planner.cli.check import edits_of, fixed_files
+from finetune_planner.cli.check import Fixing, edits_of
 from finetune_planner.improvement import HARM, LENGTH_HARM, Improved, harm, improve
 from planner.core.errors import ConfigError
 from planner.core.units import GIB, gib
@@ -60,7 +60,7 @@ def to(setup: TrainSetup) -> Improved:
 
 def written_to(file: Path, config: ReadConfig, **fields: Any) -> dict[Path, str]:
     """The files of a config with these fields of its setup."""
-    return fixed_files(file, config, to(config.setup.replace(**fields)), MODEL).texts
+    return Fixing(file, config, to(config.setup.replace(**fields)), MODEL).fixed().texts
 
 
 BUDGETS_GIB = (70, 24, 12, 9, 5.5, 4.5, 3.2, 2.6, 2.2)
@@ -341,7 +341,7 @@ def test_the_arguments_of_every_objective_are_changed_in_place(config: str, tmp_
     (tmp_path / "t.py").write_text(text)
     config_read = read_config(tmp_path / "t.py")
     halved = replace(to(TrainSetup()), setup=config_read.setup.replace(micro_batch_seqs=4, accumulation_steps=2))
-    written = fixed_files(tmp_path / "t.py", config_read, halved, MODEL).texts[tmp_path / "t.py"]
+    written = Fixing(tmp_path / "t.py", config_read, halved, MODEL).fixed().texts[tmp_path / "t.py"]
     assert "per_device_train_batch_size=4, gradient_accumulation_steps=2" in written
 
 
