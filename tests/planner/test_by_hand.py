@@ -307,7 +307,7 @@ def test_a_host_bound_step_has_a_wide_band() -> None:
 
 
 def test_an_optimizers_row_says_what_it_takes() -> None:
-    """Forgotten states, temporaries or passes are an error at import, an unknown name one where it is asked for, never 0 bytes."""
+    """Forgotten states or passes are an error at import, an unknown name one where it is asked for, never 0 bytes."""
     row = {field.name: getattr(OPTIMIZERS["adamw"], field.name) for field in fields(Optimizer)}
     for name in ("name", "states", "temporaries", "passes", "kernels_per_tensor", "class_path", "arguments"):
         with pytest.raises(TypeError, match=name):
