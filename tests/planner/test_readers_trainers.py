@@ -109,6 +109,11 @@ STEPS = {
     "rewards": ("    def training_step(self, model, inputs):\n        r = self.reward_fn(inputs)\n", "reinforcement"),
     "a held trainer": ("    def start(self):\n        self.inner = PPOTrainer(self.args)\n", "PPO"),
     "preferences": ("    def compute_loss(self, model, inputs):\n        x = inputs.chosen_ids\n", "preferences"),
+    "a step that is another method's": (
+        "    def compute_loss(self, model, inputs):\n        return self.metrics(model, inputs)[0]\n"
+        "    def metrics(self, model, inputs):\n        return [self.ref_model(**inputs).loss]\n",
+        "preferences",
+    ),
 }
 
 

@@ -321,7 +321,14 @@ def _methods(trainer: CallResult) -> Iterator[Function]:
 
 
 def _steps(trainer: CallResult) -> Iterator[Function]:
-    yield from (method for method in _methods(trainer) if getattr(method.node, "name", "") in STEPS)
+    """Its methods that make the step, with those of its own that they call."""
+    methods = {getattr(method.node, "name", ""): method for method in _methods(trainer)}
+    waiting = [name for name in methods if name in STEPS]
+    while waiting:
+        method = methods.pop(waiting.pop(), None)
+        if method is not None:
+            yield method
+            waiting += _names(method.node)
 
 
 def _names(node: ast.AST) -> Iterator[str]:
