@@ -395,7 +395,7 @@ def _ordered(changes: Sequence[Change], verdict: Verdict) -> tuple[Change, ...]:
 
 def summary(result: CheckResult) -> str:
     peak, budget = result.prediction.peak_device_bytes, result.budget_bytes
-    step_fits = not result.evaluation_bytes and judge(result.prediction, budget, result.band) is Verdict.FITS
+    step_fits = judge(result.prediction, budget, result.band) is Verdict.FITS
     words = {
         Verdict.FITS: "fits",
         Verdict.DOES_NOT_FIT: "does not fit",

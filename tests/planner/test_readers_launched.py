@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.core.errors import ConfigError, NotPlanned, Undetermined, UsageError
+from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined, UsageError
 from planner.frameworks.exporters.common import USUAL_LINEAR_MODULES
 from planner.frameworks.readers import FileContext, read_config, read_text
 from planner.frameworks.readers.rewrite import rewrite
@@ -117,6 +117,13 @@ NOTEBOOKS = {
     "a program that it writes and starts elsewhere": cells(f"%%writefile written.py\n{WRITTEN}", "import os"),
     "a file that it writes": cells(f"%%writefile run.yaml\n{AXOLOTL}", "!axolotl train \\\n  run.yaml"),
 }
+
+
+def test_a_cell_that_no_python_reads_is_named_where_nothing_else_trains() -> None:
+    broken = cells("import trl", "args = TrainingArguments(per_device_train_batch_size=,)\n", "trainer.train()")
+    with pytest.raises(NotATraining) as refusal:
+        read_text(broken, "t.ipynb")
+    assert refusal.value.message.endswith("(not Python, and left out: cell 2)")
 
 
 SUBMITS = (

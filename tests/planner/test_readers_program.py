@@ -613,6 +613,12 @@ SAY: dict[str, dict[str, object]] = {
         "from peft import PeftModel\nbase = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\n"
         "model = PeftModel.from_pretrained(base, 'there', is_trainable=True)\n"
         "SFTTrainer(model, args=SFTConfig()).train()\n": ("gpt2", {"lora_rank"}),
+        # parts of names that stand for all are none
+        "def linear_modules(model):\n    return [name for name, one in model.named_modules() if one.weight]\n"
+        "model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16')\nnames = set()\n"
+        "for name in linear_modules(model):\n    names.add(name)\n"
+        "lora = LoraConfig(r=8, target_modules=sorted(names))\n"
+        "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=lora).train()\n": ("gpt2", {"lora_targets"}),
     },
     "lora_targets": {
         # names of modules that a program collects are every linear layer

@@ -292,7 +292,7 @@ def _of_notebook(text: str, launches: Launches, around: FileContext) -> ReadConf
     source = of_notebook(text, launches.name)
     try:
         return script.read("", launches.name, around, source)
-    except NotATraining:
+    except NotATraining as error:
         if (reading := _of_job(source, launches, around)) is not None:
             return reading
         commands, written = of_cells(text)
@@ -303,6 +303,8 @@ def _of_notebook(text: str, launches: Launches, around: FileContext) -> ReadConf
             return launches.first(commands, inside)
         except NotATraining:
             pass
+        if source.unreadable:
+            error.message += f" (not Python, and left out: cell {', '.join(map(str, source.unreadable))})"
         raise
 
 

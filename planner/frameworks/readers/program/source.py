@@ -23,12 +23,14 @@ class Source:
         label: the name of a line for people; None: its number.
         pins: package -> version, from `pip install` lines in it.
         origin: of a notebook, the code cell and the line in it (both from 1) of every line.
+        unreadable: its cells that no Python reads, which are left out.
     """
 
     text: str
     label: Callable[[int], str] | None = None
     pins: tuple[tuple[str, str], ...] = ()
     origin: tuple[tuple[int, int], ...] = ()
+    unreadable: tuple[int, ...] = ()
 
     def line(self, place: str) -> int:
         """The number of the line that a place ("t.py:7", "n.ipynb:cell 3, line 2") names; 0: none."""
@@ -59,10 +61,12 @@ def of_notebook(text: str, name: str) -> Source:
     python_cells = {
         number: _without_magics(code) for number, code in enumerate(codes, start=1) if not other.match(code)
     }
+    unreadable: list[int] = []
     try:
         tree_of(_joined(python_cells))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         # empty lines instead of a cell that Python cannot read: other languages, broken examples
+        unreadable += [number for number, code in python_cells.items() if code.strip() and not _readable(code, "")]
         python_cells = {number: _readable(code, "\n" * code.count("\n")) for number, code in python_cells.items()}
     lines = ((number, line) for number, code in python_cells.items() for line in range(1, len(code.splitlines()) + 1))
     origin = tuple(lines)
@@ -71,7 +75,13 @@ def of_notebook(text: str, name: str) -> Source:
         cell, inner = origin[line - 1] if 0 < line <= len(origin) else (0, line)
         return f"cell {cell}, line {inner}"
 
-    return Source(text=_joined(python_cells), label=label, pins=pins("\n".join(codes)), origin=origin)
+    return Source(
+        text=_joined(python_cells),
+        label=label,
+        pins=pins("\n".join(codes)),
+        origin=origin,
+        unreadable=tuple(unreadable),
+    )
 
 
 def of_cells(text: str) -> tuple[str, dict[str, str]]:

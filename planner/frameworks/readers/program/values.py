@@ -456,7 +456,7 @@ def items_of(value: Value) -> list[Value] | None:
         case DictValue() if not value.more:
             spend(len(value.entries))
             return [Constant(key, value.where) for key in value.entries]
-        case Constant(data=str()):
+        case Constant(data=str()) if value.data != "all-linear":  # which stands for names that are not known
             return [Constant(part, value.where) for part in value.data]
     return None
 
