@@ -230,10 +230,10 @@ def test_run_sh_fetches_for_nodes_without_internet(tmp_path: Path) -> None:
         wanted = request(SETUP.replace(attention=name))
         folder = launched(tmp_path / name, wanted)
         code, output = started(folder, "fetch")
-        assert (code, f"CALLED python3 - {wanted.model_id} {kernel}\n" in output) == (0, True)
+        assert (code, f"CALLED python3 - {wanted.model_id} {kernel} \n" in output) == (0, True)
         assert "run.sh fetch trl" in slurm.job_file(EXPORTERS["trl"](wanted), wanted).text.replace("\n# ", " ")
     local = launched(tmp_path / "local", replace(request(SETUP), model_id="./model"))
-    assert "CALLED python3 -  \n" in started(local, "fetch")[1]
+    assert "CALLED python3 -   \n" in started(local, "fetch")[1]
 
 
 def test_run_sh_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:

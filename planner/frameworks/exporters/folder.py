@@ -222,9 +222,10 @@ def _case(launch: Launch, request: ExportRequest) -> list[str]:
         ]
     needed = [name for name in _BY_HAND if f"${name}" in launch.command]
     kernel = "flash_attention_2" if launch.target in BY_TRANSFORMERS and launch.runs and from_hub(launch.runs) else ""
+    folder = shlex.quote(shown_path(request.model_id)) if launch.target == "torchtitan" else ""
     return [
         f"  {launch.target})",
-        f"    tool={shlex.quote(tool)} oldest={launch.python} kernel={kernel}",
+        f"    tool={shlex.quote(tool)} oldest={launch.python} kernel={kernel} folder={folder}",
         f"    files=({shlex.join(f'launch/{path}' for path in required)})",
         "    install() {",
         *(f"      pip install {shlex.join(call)}" for call in install_calls(launch, request)),

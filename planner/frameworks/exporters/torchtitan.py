@@ -89,7 +89,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
     command = several_gpus.torchrun(request, MODULE)
     notes = [
-        "The model's folder must be on disk: config, tokenizer and safetensors in transformers' format.",
+        "The model's folder must be on disk: config, tokenizer and safetensors in transformers' format; of a model on "
+        "the hub `bash launch/run.sh fetch torchtitan` puts it there.",
         f"It counts steps, not epochs: training.steps is yours to set (here {counted_steps(request)}).",
         "Accepted by torchtitan's own parser; it was not run here (no GPU).",
     ]
