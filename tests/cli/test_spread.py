@@ -211,6 +211,25 @@ def test_which_cluster_takes_a_data_set(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--dataset FILE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--budget", "0"], 2, "--budget must be US dollars"),
+        (["--price", "-1"], 2, "--price must be US dollars"),
+        (["--interconnect", "string"], 2, "unknown interconnect 'string'"),
+        (["--targets", "q proj"], 2, "--targets must be attention, all-linear or module names"),
+        (["--targets", "9"], 2, "left out t4 from here on: LoRA targets 9 match no module"),
+        (["--interconnect", "nvlink", "--method", "lora"], 0, "left out t4 from here on: Tesla T4 has no NVLink"),
+    ],
+)
+def test_which_cluster_says_what_it_cannot_plan(
+    options: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["which-cluster", "gpt2", "--gpu", "t4", "--max-gpus", "2", "--dataset-tokens", "1M"]
+    assert run([*command, *options]) == code
+    assert words in capsys.readouterr().err
+
+
 def test_which_cluster_says_when_nothing_keeps_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu", "l4", "--max-gpus", "2", "--method", "lora", "--dataset-tokens"]
     assert run(["which-cluster", "Qwen/Qwen2.5-7B", *options, "1000000000", "--deadline", "1m"]) == 1
