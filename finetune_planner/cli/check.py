@@ -634,6 +634,10 @@ def _renamed(text: str, name: str, new: str, file: Path) -> str:
     )
 
 
+STEPS = "steps_per_generation"
+"""Micro-batches that TRL generates at once: of smaller ones it takes more to generate as much."""
+
+
 def edits_of(config: ReadConfig, improved: Improved) -> dict[str, Any]:
     """The settings (nested ones dotted) that make a file say what was found for it.
 
@@ -642,6 +646,9 @@ def edits_of(config: ReadConfig, improved: Improved) -> dict[str, Any]:
     """
     edits = tool_of(config.format).edits(config.keys, config.setup, improved.setup, config.path)
     edits = {key: value for key, value in edits.items() if key not in config.lacks}
+    setup = improved.setup
+    if config.values.get(STEPS) and setup.micro_batch_seqs != config.setup.micro_batch_seqs:  # counts micro-batches
+        edits[STEPS] = setup.generation_seqs // (setup.micro_batch_seqs * setup.data_degree)
     return edits | ({setting_of(config): improved.eval_seqs} if improved.eval_seqs else {})
 
 

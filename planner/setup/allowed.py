@@ -469,6 +469,13 @@ def _check_objective(setup: SetupValues) -> None:
             f"no trainer of objective {setup.objective!r} has loss {setup.loss!r}",
             hint=f"use --loss {' or '.join(row.losses)}",
         )
+    offloads = setup.activation_offload and setup.stack != "axolotl"  # which patches torch's function
+    if setup.pauses_checkpointing and (setup.checkpointing > 1 or offloads):
+        raise SetupError(
+            f"TRL's trainer of {setup.objective!r} switches checkpointing off within a step, and on again for every "
+            "layer with nothing in the host's memory",
+            hint="use --checkpointing on" + ", without --activation-offload" * offloads,
+        )
     if setup.packing and not row.packs:
         raise SetupError(f"objective {setup.objective!r} trains on {row.sample}s, which no trainer packs")
     if setup.num_gpus > 1 and (refused := row.layout_refusal(setup.parallel, split=setup.is_split)):

@@ -382,6 +382,16 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         return self.objective_spec.reference or (self.objective_spec.rolls_out and self.rollout_settings.reference)
 
     @property
+    def pauses_checkpointing(self) -> bool:
+        """Whether its trainer, TRL's, switches checkpointing off within a step, and on again for every layer and with
+        nothing on the host, whatever it was told.
+
+        Source: trl 1.9 and 1.16 models/utils.py disable_gradient_checkpointing, which hands transformers' words on to
+        torch; seen with transformers 5.23.
+        """
+        return self.stack in ("trl", "axolotl") and (self.has_reference or self.objective_spec.rolls_out)
+
+    @property
     def copies_reference(self) -> bool:
         """Whether that is a second copy of the weights: with adapters it is the model with them switched off."""
         return self.has_reference and self.method == "full"

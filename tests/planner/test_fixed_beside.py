@@ -63,6 +63,16 @@ def differing(before: str, after: str) -> list[str]:
     return [line for line in after.splitlines() if line not in before.splitlines()]
 
 
+def test_generations_of_smaller_micro_batches_are_of_more(tmp_path: Path) -> None:
+    """A file with them was refused, and by hand a quarter of its completions would have been made at once."""
+    text = (
+        "model_name_or_path: Qwen/Qwen2.5-1.5B\nper_device_train_batch_size: 8\ngradient_accumulation_steps: 2\n"
+        "steps_per_generation: 4\nnum_generations: 8\nuse_vllm: true\nvllm_max_model_length: 700\n"
+    )
+    written = fixed(tmp_path, {"grpo.yaml": text}).texts[tmp_path / "grpo.yaml"]
+    assert "steps_per_generation: 8\n" in written
+
+
 BESIDE = {
     "a block, by OmegaConf": (
         "conf/base.yaml",

@@ -504,6 +504,46 @@ def test_gpus_share_a_generation_of_whole_micro_batches() -> None:
         made_at_once(16)
 
 
+def test_what_trl_switches_off_within_a_step_comes_back_plain() -> None:
+    """A plan of DPO moved its checkpoints to the host, and lost that after the first reference (next test)."""
+    words: dict[str, Any] = {"checkpointing": 1, "activation_offload": True}
+    for lost in (words, {"checkpointing": 2}):
+        for objective in ("dpo", "kto", "grpo", "rloo"):
+            with pytest.raises(SetupError, match="on again for every layer"):
+                setup_of(objective, **lost)
+        assert setup_of("orpo", **lost) != setup_of("orpo")
+        assert setup_of("dpo", precomputed_reference=True, **lost) != setup_of("dpo")
+    assert setup_of("dpo", stack="axolotl", **words).activation_offload
+    fixed = {"objective": ("dpo",), "method": ("qlora",)}
+    long = PlanRequest(fixed=fixed, seq_len=24576, global_batch=8)
+    plan = plan_workload(long.workload(load("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")))
+    assert isinstance(plan, NoPlan)
+    text = "model_name_or_path: Qwen/Qwen3-0.6B\nbf16: true\nactivation_checkpointing: true\n"
+    text += "activation_checkpointing_kwargs: {use_reentrant: false, every_n_layers: 2, offload: true}\n"
+    for name, expected in (("dpo", (1, False)), ("sft", (2, True))):
+        reading = read_text(text, f"{name}.yaml")
+        assert (reading.setup.checkpointing, reading.setup.activation_offload) == expected
+        assert any("on again for every layer" in sentence for sentence in reading.assumptions) is (name == "dpo")
+
+
+@pytest.mark.slow
+def test_trl_hands_the_words_of_checkpointing_on_to_torch() -> None:
+    pytest.importorskip("trl")
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl.models.utils import disable_gradient_checkpointing
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=8)).train()
+    model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2, offload=True)
+    layers = model.model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False] * 2
+    offloads = layers[0]._gradient_checkpointing_func.func
+    with disable_gradient_checkpointing(model, {"use_reentrant": False, "every_n_layers": 2, "offload": True}):
+        pass
+    assert all(layer.gradient_checkpointing for layer in layers)
+    assert layers[0]._gradient_checkpointing_func.func is not offloads
+
+
 def test_a_generation_of_no_whole_groups_cannot_run() -> None:
     """open-r1's config_demo_code.yaml on one GPU, whose 14 of each prompt are for seven."""
     assert not cannot_run(MODEL, CARD, generated(rollout={"num_generations": 16}))

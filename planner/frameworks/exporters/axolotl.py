@@ -21,7 +21,8 @@ VALIDATED_WITH = {"axolotl": "0.21.0", "transformers": "5.20.1", "peft": "0.21.2
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     by_deepspeed, dpo = deepspeed.differences(setup), setup.objective == "dpo"
-    every_layer = setup.checkpointing > 1 and setup.parallel == "fsdp2"
+    paused = setup.replace_trusted(stack=TARGET).pauses_checkpointing
+    every_layer = setup.checkpointing > 1 and (paused or setup.parallel == "fsdp2")
     narrow = setup.precision if by_deepspeed else common.narrow(setup.precision)
     no_logits = "Axolotl 0.21 runs TRL 1.14, whose DPO makes the logits of policy and reference"
     runs: dict[str, tuple[object, str]] = {
@@ -29,7 +30,9 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
         "kbit_fp32_cast": (False, "Axolotl casts norms and embeddings back to 16 bits after peft's k-bit preparation"),
         "checkpointing": (
             1 if every_layer else setup.checkpointing,
-            "Axolotl's FSDP configuration checkpoints every layer",
+            "TRL switches checkpointing off for the reference's forward, and on again for every layer"
+            if paused
+            else "Axolotl's FSDP configuration checkpoints every layer",
         ),
         "loss": ("full" if dpo and setup.loss == "chunked" else setup.loss, no_logits),
         "lora_dropout": (

@@ -49,7 +49,7 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
     }
     if not objective.supervised:
         phase = "generation" if objective.rolls_out else "the reference's forward"
-        every_layer = (setup.has_reference or objective.rolls_out) and setup.checkpointing > 1
+        paused = setup.replace_trusted(stack="trl").pauses_checkpointing
         selects = "of TRL's trainers only SFTTrainer keeps the attention of checkpointed layers"
         runs |= {
             "lora_dropout": (
@@ -58,8 +58,12 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
             ),
             "selective_checkpointing": (False, selects),
             "checkpointing": (
-                1 if every_layer else setup.checkpointing,
+                min(setup.checkpointing, 1) if paused else setup.checkpointing,
                 f"TRL switches checkpointing off for {phase}, and on again for every layer",
+            ),
+            "activation_offload": (
+                setup.activation_offload and not paused,
+                f"TRL switches checkpointing off for {phase}, and on again without the host's memory",
             ),
         }
     return (*deepspeed.differences(setup), *common.differing(setup, runs))

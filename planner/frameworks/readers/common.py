@@ -34,6 +34,7 @@ from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, kernels_re
 from planner.options.optimizers import OPTIMIZERS as ROWS
 from planner.options.precisions import PRECISIONS as PRECISION_ROWS
 from planner.options.precisions import precision_of
+from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
 from planner.setup.allowed import FLEX, SAVED_MODULES
 
@@ -307,6 +308,7 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
     if fields.get("activation_offload") and fields.get("parallel", "none") not in ("none", "ddp", "fsdp2"):
         settings.approximate("checkpoints in host memory under sharding are counted as if they stayed on the GPU")
         fields = {**fields, "activation_offload": False}
+    fields = _as_paused(settings, fields)
     whole = {**fields, "expert_degree": 1}
     copied = fields.get("parallel") == "ddp"
     dealt_out = (fields.get("method") == "full" or copied) and (_can_be(fields) or not _can_be(whole))
@@ -318,6 +320,19 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
     except SetupError as error:
         hint = re.sub(r"--(?!gpus?\b)(?=[a-z])", "", error.hint)  # options of `plan`, which a check has not
         raise ConfigError(f"{settings.name}: {error.message}", hint=f"in the file: {hint}" if hint else "") from error
+
+
+def _as_paused(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields as a trainer checkpoints that switches it off and on again within a step."""
+    decides = ("stack", "objective", "rollout", "precomputed_reference")
+    named = TrainSetup().replace_trusted(**{name: fields[name] for name in decides if name in fields})
+    every, offloads = fields.get("checkpointing", 0), fields.get("activation_offload", False)
+    lost = {"checkpointing": 1} if every > 1 else {}
+    lost |= {"activation_offload": False} if offloads and named.stack != "axolotl" else {}
+    if not lost or not named.pauses_checkpointing:
+        return fields
+    settings.assume("its trainer switches checkpointing off within a step, and on again for every layer, on the GPU")
+    return fields | lost
 
 
 def _can_be(fields: dict[str, Any]) -> bool:
@@ -605,7 +620,7 @@ def config(tool: Tool, settings: Settings, fields: dict[str, Any], **more: Any) 
     return ReadConfig(
         format=tool.name,
         path=settings.name,
-        setup=build(settings, fields),
+        setup=build(settings, {"stack": tool.name, **fields} if tool.name in STACKS else fields),
         missing=tuple(Missing(field=of, reason=why) for part in every for of, why in part.missing.items()),
         assumptions=tuple(dict.fromkeys(assumption for part in every for assumption in part.assumptions)),
         approximations=tuple(dict.fromkeys(approximation for part in every for approximation in part.approximations)),
