@@ -44,6 +44,11 @@ BATCHES = {
         "from dataclasses import dataclass, field\n@dataclass\nclass C:\n    batch: int = field(default=4)\nc = C()\n",
         "c.batch",
     ),
+    "a table that classes of pydantic describe": (
+        "from pydantic import BaseModel\nclass Run(BaseModel):\n    batch: int = 8\n    steps: int = 2\n"
+        "class All(BaseModel):\n    run: Run = Run()\nc = All.model_validate({'run': {'batch': 4}})\n",
+        "c.run.batch",
+    ),
     "an environment default": ("import os\n", "int(os.environ.get('BATCH', '4'))"),
     "a known condition": ("import torch\n", "4 if torch.cuda.is_available() else 1"),
     "another maker's card": ("import torch\n", "1 if torch.xpu.is_available() else 4"),

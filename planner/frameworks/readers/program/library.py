@@ -535,6 +535,9 @@ def _of_object(reader: Reading, owner: Value, made: CallResult) -> Value | None:
         return _of_text(reader, owner, made)
     if isinstance(owner, DictValue):
         return _of_table(reader, owner, made)
+    if isinstance(owner, Class) and name in ("model_validate", "parse_obj") and isinstance(first, DictValue):
+        given = CallResult("", keywords=dict(first.entries), more=first.more, where=made.where)
+        return reader.instance(owner, given)
     if isinstance(owner, ListValue):
         if name in ("append", "add") and first is not None:
             owner.items.append(first)
