@@ -26,12 +26,15 @@ from planner.models.spec import ModelSpec
 from planner.options.adapters import ADAPTERS
 from planner.setup import TrainSetup
 from planner.speed import speed_profile, step_program
-from planner.speed.operators import ISSUERS, Layout
+from planner.speed.operators import Layout
 from planner.speed.prices import THIN, matrix_s, moved_s
 from planner.speed.rates import card_rates
-from planner.speed.sized import ScaledSpeed, Sized
+from planner.speed.sized import ScaledSpeed, Sized, Tiles
 from planner.speed.step_program import (
+    ONCE,
+    TILES,
     ModelPrograms,
+    Run,
     SizedLayout,
     SizedOperator,
     StepProgram,
@@ -42,7 +45,6 @@ from planner.speed.step_program import (
 
 H100 = card_rates(find_gpu("h100-sxm"))
 MIB = 1 << 20
-FORWARD = ISSUERS.index("forward")
 
 
 def model() -> ModelSpec:
@@ -116,6 +118,24 @@ def test_an_operators_layout_at_its_sizes(repeated: tuple[int, ...], strides: tu
     shape = SizedLayout(((LENGTH,), ((RANK[0], 3.0),)), (), True, repeated, "bfloat16")
     sized = Sized(programs(shape), H100, 4, 100, 16, {})
     assert sized.operator(0).inputs[0] == Layout((100, 48), strides, "bfloat16")
+
+
+LOOPS = [
+    # per, less -> (tile's tokens, turns, filled) of 5 tiles that are 4.5 whole ones, and of 100 tokens
+    (ONCE, 0, (256, 1, 1.0)),
+    (TILES, 0, (256, 5, 0.9)),
+    (TILES, 1, (256, 4, 0.875)),
+    (TILES, 7, (256, 0, 0.0)),
+    (32, 0, (0, 4, 1.0)),
+    (32, 1, (0, 3, 1.0)),
+    (32, 9, (0, 0, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("per", "less", "loop"), LOOPS, ids=str)
+def test_how_often_a_run_comes(per: int, less: int, loop: tuple[int, int, float]) -> None:
+    sized = Sized(programs(SizedLayout(((LENGTH,),), (), True, (), "bfloat16")), H100, 4, 100, 16, {})
+    assert tuple(sized.loop(Run(per, less, ()), Tiles(256, 5, 0.9))) == pytest.approx(loop)
 
 
 def profile(*moments: tuple[str, bool, int], longest: int | None = None, alone: int = 0) -> StepProfile:
