@@ -15,9 +15,9 @@ from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.outcome import ProbeFailure
 from probes.dryrun.api import report_for_config
+from probes.dryrun.depths import layer_kinds
 from probes.gpu.environment import ALLOCATOR_VARIABLES
-from probes.stack.build import bare_model
-from probes.stack.configs import layer_signatures, load_config, num_layers, period_of, truncated_config, unequal_halves
+from probes.stack.configs import load_config, num_layers, period_of, truncated_config, unequal_halves
 
 MIN_LAYERS = 2
 """The first and the last layer of a run differ from those between (nothing to recompute after, no gradient before)."""
@@ -44,17 +44,12 @@ def choose_depths(config: Mapping[str, Any], setup: TrainSetup) -> Depths:
 
     With every n-th layer checkpointed the pattern also repeats only every n layers. An encoder-decoder is cut in pairs.
     """
-    import torch
-
     loaded = load_config(config)
     full = num_layers(loaded)
     if unequal_halves(loaded):
         return Depths(full=full, reason="the halves have different numbers of layers: they cannot be cut in pairs")
-    signatures = layer_signatures(bare_model(load_config(config), torch.bfloat16, "eager"))
-    if loaded.is_encoder_decoder:
-        prefix, period = 0, 2
-    else:
-        prefix, period = period_of(signatures)
+    signatures = layer_kinds(loaded)
+    prefix, period = (0, 2) if loaded.is_encoder_decoder else period_of(signatures)
     if setup.checkpointing > 1:
         period = math.lcm(period, setup.checkpointing)
         prefix = -(-prefix // setup.checkpointing) * setup.checkpointing
@@ -68,7 +63,7 @@ def choose_depths(config: Mapping[str, Any], setup: TrainSetup) -> Depths:
     if long >= full:
         return Depths(full=full, reason="the model is as small as the truncated depths")
     for depth in (short, long):
-        cut = layer_signatures(bare_model(truncated_config(load_config(config), depth), torch.bfloat16, "eager"))
+        cut = layer_kinds(truncated_config(loaded, depth))
         if not loaded.is_encoder_decoder and cut != signatures[:depth]:
             return Depths(full=full, reason=f"{depth} layers of this architecture differ from its first {depth}")
     return Depths(full=full, short=short, long=long, check=min(third, full))

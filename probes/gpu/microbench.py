@@ -1,15 +1,11 @@
 """A micro-benchmark of a few seconds: matmul rates, copy bandwidth and issue time of this machine's device.
 
-    python -m probes.gpu.microbench [DEVICE]        prints JSON; `plan calibrate --measure` uses it
-
-For a card whose rates nobody measured. Shapes are those of real layers; each figure is the best of a few timings, so
-that a busy neighbour or a cold clock does not count. Limit: about `BUDGET_S` seconds.
+`plan calibrate --measure` uses it, for a card whose rates nobody measured. Shapes are those of real layers; each figure
+is the best of a few timings, so that a busy neighbour or a cold clock does not count. Limit: about `BUDGET_S` seconds.
 """
 
-import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -154,12 +150,3 @@ def _issue_s(torch: Any, device: str) -> float:
         best = min(best, (time.perf_counter() - start) / ISSUE_KERNELS)
         _wait(torch, device)
     return best
-
-
-def main(arguments: list[str]) -> None:
-    device = arguments[0] if arguments else "cuda:0"
-    sys.stdout.write(json.dumps(microbenchmark(device), indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
