@@ -10,15 +10,19 @@ from planner.models.spec import LinearSpec
 from planner.setup import TrainSetup
 
 
-def cublas_workspace_bytes(gpu: GpuSpec) -> int:
-    """Workspaces that PyTorch allocates for cuBLAS, one for the forward's and one for the backward's thread.
+def workspace_bytes(capability: tuple[int, int] | None) -> int:
+    """Bytes of one cuBLAS workspace, by compute capability: 32 MiB on Hopper and Blackwell, else 8,320 KiB
+    (`:4096:2:16:8`).
 
-    32 MiB each on compute capability 9.0, else 8,320 KiB (`:4096:2:16:8`).
-
-    Source: PyTorch `aten/src/ATen/cuda/CublasHandlePool.cpp`, `getChosenWorkspaceSize`.
+    Source: PyTorch `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize` (older releases: Hopper
+    alone).
     """
-    hopper = gpu.compute_capability is not None and gpu.compute_capability[0] == 9
-    return 2 * (32 * MIB if hopper else 8320 * KIB)
+    return 32 * MIB if capability is not None and capability[0] in (9, 10, 12) else 8320 * KIB
+
+
+def cublas_workspace_bytes(gpu: GpuSpec) -> int:
+    """Workspaces that PyTorch allocates for cuBLAS, one for the forward's and one for the backward's thread."""
+    return 2 * workspace_bytes(gpu.compute_capability)
 
 
 def dequantized_bytes(linear: LinearSpec, setup: TrainSetup, input_dtype: str) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from planner.core.records import dataclass
 from planner.memory.attention_kernels import brings_xformers
+from planner.memory.workspace import workspace_bytes
 from planner.setup import TrainSetup
 from probes.allocator.events import Event, Repetition, flat
 from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
@@ -17,7 +18,7 @@ from probes.dryrun.metaops import fused_dropout, meta_operators
 from probes.dryrun.operators import OperatorLog
 from probes.dryrun.step_replay import Replay
 from probes.dryrun.tracker import Origin, Tracker, local
-from probes.dryrun.workspaces import cublas_workspace_bytes, cublas_workspaces, temporaries
+from probes.dryrun.workspaces import cublas_workspaces, temporaries
 from probes.stack.autocast import emulation_installed
 from probes.stack.batch import make_batch, waiting_inputs
 from probes.stack.build import auto_class, build_from_config, build_reference
@@ -207,7 +208,7 @@ def _trained(
     )
     trainer = make_trainer(model, setup, with_later_states(optimizer_of(model, setup)), layout, reference)
     if workspaces:
-        tracker.on_op = cublas_workspaces(cublas_workspace_bytes(log.capability), tracker.allocate)
+        tracker.on_op = cublas_workspaces(workspace_bytes(log.capability), tracker.allocate)
     gradients = _train(tracker, trainer, layout, owners, log, steps)
     tracker.close()
     wide = {id(parameter) for parameter in wide_parameters(model, setup)}

@@ -112,18 +112,6 @@ TEMPORARIES: dict[Any, Temporaries] = {
 }
 
 
-def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
-    """Bytes of one cuBLAS workspace; PyTorch holds one per handle, so one for the forward's thread and one for the
-    backward's.
-
-    Source: PyTorch 2.13 CUDABlas/CublasHandlePool.cpp `parseChosenWorkspaceSize`: ":4096:2:16:8", and 32 MiB on Hopper
-    and data-centre Blackwell.
-    """
-    if capability[0] in (9, 10):
-        return 4096 * 8 * 1024
-    return 4096 * 1024 * 2 + 16 * 1024 * 8
-
-
 def cublas_workspaces(size_bytes: int, take: Callable[[int, str], object]) -> Callable[[Any], None]:
     """What is told of every operator and takes a workspace at the first product of either thread."""
     seen: set[str] = set()

@@ -9,11 +9,12 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from planner.memory.workspace import workspace_bytes
 from probes.dryrun.kernels import sdpa_of
 from probes.dryrun.layout_tracker import resizes
 from probes.dryrun.metaops import fused_dropout, quick_checks
 from probes.dryrun.reductions import reductions
-from probes.dryrun.workspaces import cublas_workspace_bytes, cublas_workspaces, temporaries
+from probes.dryrun.workspaces import cublas_workspaces, temporaries
 from probes.patching import replaced
 from probes.phantom import cuda, libraries, methods, operators, steps, tritons, world
 from probes.phantom.card import Card, TraceOptions
@@ -49,7 +50,7 @@ def phantom_gpu(
     phantom = Phantom(card, options, expandable_segments=expandable_segments)
     phantom.temporaries = {**temporaries(), **reductions(card.num_sms, card.threads_per_sm)}
     phantom.handlers.update(operators.HANDLERS)
-    phantom.on_op = cublas_workspaces(cublas_workspace_bytes(card.capability), phantom.memory.take)
+    phantom.on_op = cublas_workspaces(workspace_bytes(card.capability), phantom.memory.take)
     with ExitStack() as stack:
         for context in (
             emulation_installed(),

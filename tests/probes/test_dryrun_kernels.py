@@ -8,12 +8,13 @@ torch = pytest.importorskip("torch")
 
 from planner.hardware.gpus import find_gpu  # noqa: E402
 from planner.memory.attention_kernels import attention_kernel  # noqa: E402
+from planner.memory.workspace import workspace_bytes  # noqa: E402
 from planner.models.spec import AttentionSpec  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from probes.dryrun.kernels import Attention, KernelLog, choose_sdpa_kernel, kernels_of, sdpa_of  # noqa: E402
 from probes.dryrun.metaops import fused_dropout  # noqa: E402
 from probes.dryrun.tracker import Tracker  # noqa: E402
-from probes.dryrun.workspaces import cublas_workspace_bytes, efficient_backward, flash_backward  # noqa: E402
+from probes.dryrun.workspaces import efficient_backward, flash_backward  # noqa: E402
 from probes.stack.autocast import emulated_autocast  # noqa: E402
 from tests.planner.helpers import loaded  # noqa: E402
 
@@ -50,8 +51,8 @@ def test_choose_sdpa_kernel(case: tuple[str, int, int, int, bool, float, tuple[i
 
 def test_cublas_workspace_sizes() -> None:
     """PyTorch's default ":4096:2:16:8" (KiB times count), and 32 MiB on Hopper."""
-    assert cublas_workspace_bytes((8, 9)) == (4096 * 2 + 16 * 8) * 1024
-    assert cublas_workspace_bytes((9, 0)) == 32 * MIB
+    assert workspace_bytes((8, 9)) == (4096 * 2 + 16 * 8) * 1024
+    assert {workspace_bytes((major, 0)) for major in (9, 10, 12)} == {32 * MIB}
 
 
 def test_flash_backward_accumulates_in_fp32_and_expands_grouped_heads() -> None:
