@@ -191,17 +191,18 @@ def test_a_plan_for_no_target_in_particular_has_a_file(
 
 
 @pytest.mark.parametrize(
-    ("name", "gpu", "num_gpus", "fixed"),
-    [  # LLaMA-Factory adapts attention alone, 17 % faster; Axolotl is 0.2 % faster by another package
-        ("Qwen/Qwen3-235B-A22B", "h200", 8, {"method": ("lora",)}),
-        ("meta-llama/Llama-3.1-8B", "a100-80gb", 2, {"method": ("full",), "objective": ("dpo",)}),
+    ("name", "gpu", "num_gpus", "fixed", "targets"),
+    [  # LLaMA-Factory adapts attention alone, 17 % faster; of DPO nothing is planned that TRL checkpoints otherwise
+        ("Qwen/Qwen3-235B-A22B", "h200", 8, {"method": ("lora",)}, ("trl",)),
+        ("meta-llama/Llama-3.1-8B", "a100-80gb", 2, {"method": ("full",), "objective": ("dpo",)}, ()),
     ],
 )
 def test_of_what_tools_have_a_file_for_the_one_that_loses_least_is_taken(
-    name: str, gpu: str, num_gpus: int, fixed: dict[str, tuple[object, ...]]
+    name: str, gpu: str, num_gpus: int, fixed: dict[str, tuple[object, ...]], targets: tuple[str, ...]
 ) -> None:
     plan = planned(replace(plan_request(name, gpu, num_gpus=num_gpus, **fixed), global_batch_seqs=64))
-    assert (plan.workload.targets, plan.chosen.setup.lora_targets) == (("trl",), "all-linear")
+    assert (plan.workload.targets, plan.chosen.setup.lora_targets) == (targets, "all-linear")
+    assert (plan.chosen.setup.stack, unwritten(plan.workload, plan.chosen.setup)) == ("trl", "")
 
 
 @pytest.mark.parametrize(("tokens_per_s", "said"), [(90.0, True), (110.0, False)])
