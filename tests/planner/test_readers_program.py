@@ -743,6 +743,16 @@ def test_what_a_program_hands_over_says_which_versions_it_cannot_run_with() -> N
     assert halved.setup.checkpointing == 1  # whatever the base is cast to afterwards
 
 
+def test_a_condition_that_decides_a_version_asks_for_no_version() -> None:
+    """--set transformers_version=VALUE was asked for: --assume says one."""
+    body = "model = AutoModelForCausalLM.from_pretrained('gpt2')\nif input():\n"
+    body += "    SFTTrainer(model, args=TrainingArguments(bf16=True), max_seq_length=64, tokenizer=1).train()\nelse:\n"
+    body += "    SFTTrainer(model, args=SFTConfig(max_length=64)).train()\n"
+    asked_for = open_fields(read(body))
+    assert "loss" in asked_for
+    assert not {field for field in asked_for if field.endswith("_version")}
+
+
 def test_programs_that_train_on_request_are_read_as_if_asked() -> None:
     body = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--train', action='store_true')\n"
     body += "a = p.parse_args()\n"

@@ -19,8 +19,10 @@ MAX_ALONE = 2
 """So many are tried one by one; more at first together: most decide nothing that is asked."""
 OF_METHOD = ("lora_rank", "lora_targets", "lora_dropout", "modules_to_save", "adapter", "adapter_dtype", "quantization")
 """Fields that go with the method: who says that says them, or is asked for them beside it."""
-NOT_ASKED = ("stack", "reentrant_checkpointing", "kbit_fp32_cast")
-"""Fields that another one decides."""
+NOT_ASKED = (
+    "stack", "reentrant_checkpointing", "kbit_fp32_cast", "transformers_version", "trl_version", "bitsandbytes_version",
+)  # fmt: skip
+"""Fields that another one decides; a version is --assume's."""
 DECIDED = attrgetter("setup", "model_id", "missing", "eval_seqs", "eval_logits")
 """What is asked, planned or said of a reading."""
 
