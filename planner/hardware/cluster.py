@@ -173,7 +173,8 @@ def default_network(gpu: GpuSpec, per_node: int) -> str:
     """
     if gpu.shares_host_memory:
         return GB10_NETWORK if gpu.key == "gb10" else "ethernet-10"
-    adapters = 1 << (min(per_node, GPUS_PER_NODE).bit_length() - 1)  # as many as the table has links of
+    modules = -(-min(per_node, GPUS_PER_NODE) // (2 if "two dies" in gpu.name else 1))  # LUMI-G, Frontier: four
+    adapters = 1 << (modules.bit_length() - 1)  # as many as the table has links of
     return f"ib-{adapters * (400 if gpu.key in _NDR_NODES else 200)}"
 
 

@@ -148,6 +148,7 @@ def test_next_command_describes_the_same_cluster() -> None:
         ("a100-80gb", 2, "ib-1600, 200 GB/s"),
         ("a100-80gb", 4, "ib-800, 100 GB/s"),
         ("gh200", 16, "ib-200, 25 GB/s"),
+        ("mi250x", 2, "ib-800, 100 GB/s"),
     ],
 )
 def test_the_layout_says_what_joins_the_nodes_of_that_card(gpu: str, nodes: int, link: str) -> None:
