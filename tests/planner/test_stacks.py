@@ -240,11 +240,13 @@ def test_a_compiled_step_of_torchtune_needs_what_was_published() -> None:
 
 
 def test_a_loss_outside_the_compiled_model_stays_whole() -> None:
-    """A plain loop's own loss is not compiled: its fp32 copies of the logits stay; torchtitan compiles its own."""
-    eager, plain = (loss_parts(MODEL, by("plain-loop-drops-outputs", loss="full", compile=on)) for on in (False, True))
+    """A loss beside a model of one's own is not compiled: its fp32 copies of the logits stay; torchtitan compiles its
+    own, and transformers' models have it in their forward."""
+    eager, plain = (loss_parts(MODEL, by("plain-loop-own-model", loss="full", compile=on)) for on in (False, True))
     assert plain == eager
-    compiled = loss_parts(MODEL, by("torchtitan", loss="full", compile=True))
-    assert (compiled.loss_bytes, compiled.backward_bytes, compiled.logits_bytes) == (2 * LOGITS,) * 3
+    for stack in ("torchtitan", "plain-loop-drops-outputs"):
+        compiled = loss_parts(MODEL, by(stack, loss="full", compile=True))
+        assert (compiled.loss_bytes, compiled.backward_bytes, compiled.logits_bytes) == (2 * LOGITS,) * 3
 
 
 def test_a_cache_that_fills_while_training_is_there_twice() -> None:

@@ -12,6 +12,7 @@ from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed import roofline
+from planner.speed.rates import COPY_SHARE, DEFAULT_COPY_SHARE
 from planner.speed.roofline import (
     PARTS,
     Calibration,
@@ -402,3 +403,50 @@ def test_flash_attention_2_is_slow_on_a_b200_alone() -> None:
     }
     assert times["b200", "flash-attention-2"] > 2 * times["b200", "sdpa"]
     assert times["a100-80gb", "flash-attention-2"] == times["a100-80gb", "sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "size", "published"), [("rtx-5090", "8B", 3500), ("h100-sxm", "8B", 9100), ("b200", "32B", 4200)]
+)
+def test_unsloths_speed_is_as_published(gpu: str, size: str, published: int) -> None:
+    """Rows of 2,048 packed, LoRA on all matrices (surogate_unsloth of benchmarks/gathered.py): 12 to 34 % too slow
+    while packed samples were taken to see each other and adapters to be peft's."""
+    setup = TrainSetup(
+        precision="bf16-autocast", optimizer="adamw-8bit", loss="chunked", kernels="fused", activation_offload=True,
+        micro_batch_seqs=2, accumulation_steps=4, seq_len_tokens=2048, packing=True, stack="unsloth",
+        adapter_dtype="fp32",
+    )  # fmt: skip
+    model, card = loaded(f"Qwen/Qwen3-{size}"), find_gpu(gpu)
+    profile = throughput_profile(model, card, setup, conditions=conditions_of(setup))
+    assert profile.step_time(setup).tokens_per_s == pytest.approx(published, rel=0.11)
+
+
+def test_an_older_delta_rule_walks_over_every_row_of_its_chunks() -> None:
+    """Qwen3.5-4B on a T4 under transformers before 5.17, samples of 93 tokens: 42 to 45 tokens/s, 129 said before."""
+    setup = TrainSetup(
+        precision="fp16-autocast", optimizer="adamw-fused", loss="chunked", linear_attention="torch",
+        micro_batch_seqs=1, accumulation_steps=16, seq_len_tokens=93,
+    )  # fmt: skip
+    model, card = loaded("Qwen/Qwen3.5-4B"), find_gpu("t4")
+    today, older = (step_time(model, card, setup.replace(transformers_version=v)) for v in ("", "5.16"))
+    assert older.step_time_s - today.step_time_s == pytest.approx(16 * 24 * 31.3e-3, rel=0.2)
+
+
+def test_a_loss_scaler_reads_and_writes_every_gradient() -> None:
+    """5.6 ms of a Colab T4's step of 162 M weights (the trace that `planner.speed.rates.COPY_SHARE` names)."""
+    mixed = TrainSetup(method="full", lora_rank=0, precision="fp16-mixed", optimizer="adamw")
+    card = find_gpu("t4")
+    halves, brains = (
+        step_time(SMALL, card, mixed.replace(precision=precision)).parts_s["optimizer"]
+        for precision in ("fp16-mixed", "bf16-mixed")
+    )
+    assert (halves - brains) / SMALL.num_params == pytest.approx(5.64e-3 / 162e6, rel=0.06)
+
+
+def test_a_cards_memory_is_as_fast_for_both_levels() -> None:
+    """A card whose copies were measured alone: the formula's shares lie below all others' as the copy rate does."""
+    general, measured = (load_calibration().constants_for(find_gpu(name)) for name in ("rtx-2080-ti", "t4"))
+    for name in ("bandwidth_share", "loss_bandwidth_share", "optimizer_share"):
+        assert getattr(measured, name) / getattr(general, name) == pytest.approx(
+            COPY_SHARE["t4"] / DEFAULT_COPY_SHARE, rel=1e-3
+        )

@@ -184,10 +184,10 @@ the formula, tokens/s -4.5 to +7.5 % beside it, so that their speed has TRL's ba
 ONE_PROGRAM = {"torchtune-whole-loss": "torchtune", "torchtune-in-bwd": "torchtune", "ms-swift-cut-loss": "ms-swift"}
 """Stacks that differ in memory alone from another of the same program, whose runs' speed is theirs too."""
 TRACED = {"unsloth": 0.18, "litgpt": 0.07}
-"""Stacks without runs whose own step was traced -> by how much its tokens/s lay from the formula's at most: their speed
-has TRL's band, whose prices of operators are theirs, and that beside it. Unsloth 2026.10.9, LoRA on an A100:
-Qwen2.5-1.5B 17.5 % faster than said, 7B 8.4 (its Trainer's seconds, which no trace sees, added); LitGPT 0.5.13,
-Qwen2.5-7B, 6.3 %."""
+"""Stacks whose own step was traced -> by how much its tokens/s lay from the formula's at most: where they have no runs
+(Unsloth on several GPUs) their speed has TRL's band, whose prices of operators are theirs, and that beside it. Unsloth
+2026.10.9, LoRA on an A100: Qwen2.5-1.5B 17.5 % faster than said, 7B 8.4 (its Trainer's seconds, which no trace sees,
+added), as said before its own functions were counted; LitGPT 0.5.13, Qwen2.5-7B, 6.3 %."""
 MEMORY = ("allocated", "reserved", "device")
 UNSEEN_CARD = 1.5
 """How much wider reserved and device memory and speed are on a card that no published run of the stack was on: a
@@ -295,9 +295,9 @@ AMD_NOTE = (
 
 def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, planned: bool = False) -> Prediction:
     """The prediction with the bands of published runs like it. Upwards its memory band is that of what a run needs:
-    as far as runs allocated more, for what a device holds beyond it PyTorch caches, and gives back. Judged so, of 162
-    published runs that went out of memory none fits, as when judged by what devices held; of 768 that went through 57
-    are uncertain, not 109 (`benchmarks.verdicts`, 30 November 2026).
+    as far as runs allocated more, for what a device holds beyond it PyTorch caches, and gives back. Judged so, of 179
+    published runs that went out of memory none fits, as when judged by what devices held; of 963 that went through 96
+    are uncertain (`benchmarks.verdicts`, 30 November 2026; of 768 57, not 109).
 
     Args:
         planned: the setup is a plan's own, which keeps the memory band that it was chosen by: current versions, the

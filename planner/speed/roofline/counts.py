@@ -62,6 +62,7 @@ class Mixer:
         launches: Triton kernels of a forward; the backward and a second forward have as many each.
         chunk_s, recomputed_chunk_s: the host's seconds for every chunk of a sequence, forward and backward, and more
             where the forward is computed again.
+        layer_s, recomputed_layer_s: the same whatever the length.
     """
 
     passes: float = 30.0
@@ -70,6 +71,8 @@ class Mixer:
     launches: int = 0
     chunk_s: float = 0.0
     recomputed_chunk_s: float = 0.0
+    layer_s: float = 0.0
+    recomputed_layer_s: float = 0.0
 
 
 MIXERS = {
@@ -81,13 +84,19 @@ passes 251 to 277 more in the loop than with the package (RTX 4090, A100, H100; 
 
 Measured: the loop of a Qwen3.5-4B on an H100, 2.69 s for 2.26 (docs/accuracy/own-runs.md); the package's path nowhere.
 """
+_LOOPED = replace(MIXERS["torch"], passes=470.0, layer_s=25.0e-3, recomputed_layer_s=6.3e-3)
+"""The loop over a chunk's 63 rows that transformers had before 5.17 where two triangular systems are solved now: 378
+launches and 441 views forward, 882 and 254 backward, by `planner.speed.host`'s classes of call; 29 and 221 kB per token
+and value head. Counted by running it in PyTorch 2.13 (transformers 5.16 `torch_chunk_gated_delta_rule`)."""
 _OTHERS = Mixer()
 """State spaces and recurrences: an elementwise stand-in."""
 
 
-def mixer_of(model_type: str, linear_attention: str) -> Mixer:
-    """That of a model's linear-attention layers."""
-    return MIXERS[linear_attention] if model_type in DELTA_TYPES else _OTHERS
+def mixer_of(model_type: str, linear_attention: str, *, looped: bool = False) -> Mixer:
+    """That of a model's linear-attention layers; `looped`: run by a transformers before 5.17."""
+    if model_type not in DELTA_TYPES:
+        return _OTHERS
+    return _LOOPED if looped and linear_attention == "torch" else MIXERS[linear_attention]
 
 
 # What one token passes through, counted once per model: matrices, norms, attention, elementwise widths.
@@ -411,9 +420,11 @@ def layer_traffic(
     """
     if conditions.fused_norm_rope:
         fused = LAYER_PARTS
-    sizes = _Sizes(
-        *(SIZE_BYTES[dtype] for dtype in (dtypes.residual, dtypes.compute, dtypes.linear_out(dtypes.residual)))
+    stream, compute, wide = (
+        SIZE_BYTES[dtype] for dtype in (dtypes.residual, dtypes.compute, dtypes.linear_out(dtypes.residual))
     )
+    # cosines are the stream's type, which promotes what they multiply; FSDP2 casts the table, and with it the stream
+    sizes = _Sizes(stream, compute, wide, turned=wide if conditions.fp32_reduction else max(wide, stream))
     passes = SINGLE_GATED if conditions.single_operations else (5, 9)
     forward, backward = _elementwise_bytes(inv, dtypes, sizes, fused, passes, trained=trained, drag=drag)
     mixed = inv.mixer_width * mixer.passes * SIZE_BYTES[dtypes.compute]
@@ -428,11 +439,13 @@ def layer_traffic(
 
 
 class _Sizes(NamedTuple):
-    """Bytes of one element of the stream between layers, of what is multiplied, and of what a matrix returns."""
+    """Bytes of one element of the stream between layers, of what is multiplied, of what a matrix returns, and of a
+    query or key that is turned."""
 
     stream: int
     compute: int
     wide: int
+    turned: int
 
 
 def _elementwise_bytes(
@@ -446,7 +459,7 @@ def _elementwise_bytes(
     drag: float,
 ) -> tuple[float, float]:
     """Bytes of norms, rotary embeddings, residuals, activations, dropouts and routing, forward and backward."""
-    stream, _, wide = sizes
+    stream, _, wide, turned = sizes
     norm, rotary, gated = ("norm" in fused, "rotary" in fused, "gated" in fused)
     rms_forward, rms_backward = 2.0 * stream, 3.0 * stream
     rope_forward, rope_backward = 2.0 * wide, 2.0 * wide
@@ -454,7 +467,7 @@ def _elementwise_bytes(
         eager = ((36, 50), (62, 115)) if stream == 2 else ((28, 39), (50, 93))
         rms_forward, rms_backward = _blend(*eager[0], drag), _blend(*eager[1], drag)
     if not rotary:
-        rope_forward, rope_backward = wide * _blend(10, 20, drag), wide * _blend(10, 24, drag)
+        rope_forward, rope_backward = turned * _blend(10, 20, drag), turned * _blend(10, 24, drag)
     act_forward, act_backward = (3 * wide, 5 * wide) if gated else (passes[0] * wide, passes[1] * wide)
     composed = (
         0 if gated else inv.composed_width * (4 if dtypes.autocast else wide)
@@ -492,7 +505,7 @@ def _elementwise_bytes(
 def _around_matrices(inv: Inventory, sizes: _Sizes) -> tuple[int, int, int]:
     """(bytes of casts around the matrices in each direction, bytes in which gradients of the input that several share
     are added up, matrices whose input is cast)."""
-    stream, compute, wide = sizes
+    stream, compute, wide, turned = sizes
     cast = summed = casting = 0
     for group in inv.groups:
         linear = group.linear
@@ -504,7 +517,7 @@ def _around_matrices(inv: Inventory, sizes: _Sizes) -> tuple[int, int, int]:
             cast += active * linear.in_features * 6
             if wide != compute:
                 cast += active * linear.out_features * 6
-    if wide != compute:  # attention takes 16-bit queries and keys
+    if turned != compute:  # attention takes 16-bit queries and keys
         cast += inv.rotary_width * 6
     return cast, summed, casting
 
@@ -580,7 +593,7 @@ class _Around(NamedTuple):
 
 def _around_an_adapter(dtypes: DtypePolicy, *, dropout: bool, fused: bool) -> tuple[_Around, _Around]:
     """Forward and backward of one adapted matrix."""
-    narrow = SIZE_BYTES[dtypes.autocast or dtypes.adapter]
+    narrow = SIZE_BYTES[dtypes.autocast or (dtypes.compute if fused else dtypes.adapter)]
     wide, stream = SIZE_BYTES[dtypes.linear_out(dtypes.residual)], SIZE_BYTES[dtypes.residual]
     cast_size = stream if dtypes.quantized and dtypes.autocast else SIZE_BYTES[dtypes.adapter]
     mask = (2 * cast_size + 1) if dropout else 0

@@ -9,10 +9,9 @@ from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.speed.roofline.counts import CHUNK, SINGLE_HOST
 from planner.speed.roofline.model import SpeedModel
 from planner.speed.roofline.rented import (
-    ADAPTER_S,
     ALONE_S,
+    AROUND_S,
     FORWARD_S,
-    QUANTIZED_S,
     Issued,
     launches,
     micro_batch_s,
@@ -138,12 +137,14 @@ class Family:
         mixers, mixer = speed.inv.num_mixers, speed.mixer(setup)
         single = SINGLE_HOST if speed.conditions.single_operations else (1.0, 1.0)
         forward = single[0] * (moved.forward_kernels + ahead)
-        self.forward_host_s = forward * ALONE_S + calls * QUANTIZED_S + trained.calls * ADAPTER_S
+        fused = speed.conditions.fused_lora
+        adapter_s, quantized_s = AROUND_S[fused]
+        self.forward_host_s = forward * ALONE_S + calls * quantized_s + trained.calls * adapter_s
         self.forward_host_s *= speed.host_scale
         if setup.compiled:
             forward, backward = forward + trained.forward_kernels, moved.backward_kernels + trained.backward_kernels
             host = (forward * (1 + recomputed) + backward + 2 * _OUTER_KERNELS) * COMPILED_LAUNCH_S
-            called = calls * (2 + recomputed) * QUANTIZED_S + trained.calls * (1 + recomputed) * ADAPTER_S
+            called = calls * (2 + recomputed) * quantized_s + trained.calls * (1 + recomputed) * adapter_s
             host += speed.constants.compile_host * called + speed.inv.num_layers * COMPILED_LOOKUP_S
         else:
             host = Issued(
@@ -154,9 +155,11 @@ class Family:
                 adapted=trained.calls,
                 quantized=calls,
                 launches=launches(speed.inv, setup.fused_parts(speed.model.model_type)) + mixers * mixer.launches,
+                fused=fused,
             ).host_s(speed.inv.num_layers)
             chunks = mixers * -(-work.length // CHUNK)
             host += chunks * (mixer.chunk_s + recomputed * mixer.recomputed_chunk_s)
+            host += mixers * (mixer.layer_s + recomputed * mixer.recomputed_layer_s)
         host += setup.extra_forwards * host / (2.0 + recomputed)
         if setup.selective_checkpointing:
             host += 2.0 * recomputed * forward * SELECTIVE_HOST * FORWARD_S

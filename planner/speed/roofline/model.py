@@ -8,7 +8,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.attention_kernels import attention_kernel, handed_mask, takes_cudnn
+from planner.memory.attention_kernels import (
+    attention_generation,
+    attention_kernel,
+    brings_xformers,
+    handed_mask,
+    takes_cudnn,
+)
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
@@ -159,7 +165,7 @@ class SpeedModel:
         self.profiles: dict[tuple[object, ...], dict[str, Any]] = {}
         self._matmuls: dict[tuple[str, str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
-        self._optimizers: dict[tuple[str, float, int, int], tuple[float, float]] = {}
+        self._optimizers: dict[tuple[str, float, int, int, bool], tuple[float, float]] = {}
         self._traffic: dict[tuple[DtypePolicy, bool, str, bool, Mixer, int], Moved] = {}
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
@@ -299,12 +305,18 @@ class SpeedModel:
 
     def mixer(self, setup: TrainSetup) -> Mixer:
         """What a linear-attention layer does."""
-        return mixer_of(self.model.model_type, setup.linear_attention)
+        looped = setup.before_transformers(5, 17)
+        return mixer_of(self.model.model_type, setup.linear_attention, looped=looped)
+
+    def fuses_adapters(self, setup: TrainSetup) -> bool:
+        """Whether adapters run in one function with what they adapt, which multiplies in the activations' type
+        (unsloth 2026.1 `kernels/utils.py` matmul_lora)."""
+        return self.conditions.fused_lora or "lora" in setup.fused_parts(self.model.model_type)
 
     def adapters(self, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[Moved, int, float, int, int]:
         """LoRA's traffic, its sum of edges (in + out) per rank and token, parameters per rank, modules, and those of
         them that run at another length than the text."""
-        fused = self.conditions.fused_lora or "lora" in setup.fused_parts(self.model.model_type)
+        fused = self.fuses_adapters(setup)
         key = (setup.lora_targets, dtypes, setup.lora_dropout > 0, fused)
         cached = self._adapters.get(key)
         if cached is None:
@@ -343,7 +355,9 @@ class SpeedModel:
         """Seconds per sequence forward and backward, and needed forward flops.
 
         A kernel of SDPA that is handed a mask skips neither the causal half nor what lies outside a window (PyTorch
-        2.13 `transformers/cuda/attention.cu`: custom_mask_type of is_causal alone; cuDNN takes it as a bias).
+        2.13 `transformers/cuda/attention.cu`: custom_mask_type of is_causal alone; cuDNN takes it as a bias). Unsloth's
+        own attention is told where samples end (unsloth 2026.1 `utils/attention_dispatch.py`: flash-attention with
+        their lengths, else xformers with a block-diagonal bias).
         """
         constants, dtype = self.constants, dtypes.attention_input
         kernel = attention_kernel(self.model, setup, self.gpu, spec, dtype)
@@ -357,7 +371,11 @@ class SpeedModel:
             ahead, back = self._score_bytes(setup, dtypes, kernel)
             scores_s = spec.num_heads * full / self.bandwidth
             return product_s + ahead * scores_s, 2 * product_s + back * scores_s, each * pairs
+        apart = brings_xformers(self.model.model_type, setup)
+        if apart and kernel == "efficient" and dtype != "fp32" and attention_generation(self.gpu) != "before 8.0":
+            kernel = "flash"
         masked = self.conditions.masked_attention or setup.pads or handed_mask(self.model, setup, spec)
+        masked = masked and not apart
         done = each * (full if masked and kernel == "efficient" else pairs)
         rate = self.rates.matmul[dtype] * self._fused_share(spec, setup, kernel, dtype)
         forward = done / (rate * constants.attention_forward_share)
@@ -424,24 +442,29 @@ class SpeedModel:
         each = NF4_READ_BYTES + SIZE_BYTES[dtypes.table]
         return weights * each / (self.rates.bandwidth * self.constants.dequantize_share)
 
-    def optimizer_s(self, optimizer: str, num: float, size: int, tensors: int) -> tuple[float, float]:
+    def optimizer_s(
+        self, optimizer: str, num: float, size: int, tensors: int, *, scaled: bool = False
+    ) -> tuple[float, float]:
         """Seconds on the GPU and on the host of one optimizer step over `num` parameters in `tensors` tensors.
+
+        `scaled`: a loss scaler looks over all gradients and divides them before (PyTorch `torch/amp/grad_scaler.py`
+        _unscale_grads_): read and written once.
 
         Paged states are fetched from the host and evicted again (`paging_s`): memory was planned without room for them.
         """
-        key = (optimizer, num, size, tensors)
+        key = (optimizer, num, size, tensors, scaled)
         cached = self._optimizers.get(key)
         if cached is not None:
             return cached
         row = OPTIMIZERS[optimizer]
         constants = self.constants
         moved = num * (row.passes * size + row.extra_bytes)
-        clip = num * 3 * size if self.conditions.gradient_clipping else 0.0
+        looked_over = num * size * (3 * self.conditions.gradient_clipping + 2 * scaled)
         bandwidth = self.rates.bandwidth * constants.optimizer_share
         update = moved / bandwidth
         if row.bitsandbytes and row.states.eight_bit:
             update = max(update, num * row.states.eight_bit * EIGHT_BIT_STATE_S * H100_SMS / self.rates.sms)
-        gpu = update + clip / bandwidth + tensors * row.kernels_per_tensor * constants.kernel_gap_s
+        gpu = update + looked_over / bandwidth + tensors * row.kernels_per_tensor * constants.kernel_gap_s
         host = tensors * ((LOOPED_TENSOR_S if row.looped else LISTED_TENSOR_S) + row.kernels_per_tensor * UPDATE_S)
         part = self.conditions.optimizer_part
         paging = self.paging_s(optimizer, num, size)

@@ -68,8 +68,9 @@ class ThroughputProfile:
 
     def _optimizer_s(self, optimizer: str) -> tuple[float, float]:
         """GPU and host seconds of an optimizer's step."""
-        family = self._family
-        return self._speed.optimizer_s(optimizer, family.trained_params, family.trained_bytes, family.trained_tensors)
+        family, scaled = self._family, self._setup.autocast_dtype == "fp16"
+        trained = family.trained_params, family.trained_bytes, family.trained_tensors
+        return self._speed.optimizer_s(optimizer, *trained, scaled=scaled)
 
     @property
     def _step_s(self) -> float:

@@ -11,10 +11,16 @@ from planner.speed.roofline.counts import Inventory
 
 FORWARD_S, BACKWARD_S = 29.3e-6, 18.4e-6
 """A kernel of the layers, with the views and the module around it."""
-ADAPTER_BACKWARD_S, ADAPTER_S = 19.4e-6, 242e-6
-"""A kernel of an adapter's backward; an adapted matrix's forward."""
-QUANTIZED_S, LAUNCH_S = 151e-6, 181e-6
-"""A quantized matrix, forward or backward; a Triton launch."""
+ADAPTER_BACKWARD_S, ADAPTER_S, FUSED_ADAPTER_S = 19.4e-6, 242e-6, 79e-6
+"""A kernel of an adapter's backward; an adapted matrix's forward; the same inside one autograd function of several
+matrices: four launches and two products without a graph, seven views, a module's Python, by `planner.speed.host`'s
+classes of call (unsloth 2026.1 `kernels/utils.py` matmul_lora)."""
+QUANTIZED_S, FUSED_QUANTIZED_S, LAUNCH_S = 151e-6, 43e-6, 181e-6
+"""A quantized matrix, forward or backward; the same there, without bitsandbytes' module and function: three launches
+and a module's Python (fast_dequantize; 47 in Qwen3-0.6B on an H100, surogate_unsloth of benchmarks/gathered.py); a
+Triton launch."""
+AROUND_S = {False: (ADAPTER_S, QUANTIZED_S), True: (FUSED_ADAPTER_S, FUSED_QUANTIZED_S)}
+"""Whether adapters run fused -> seconds of an adapted and of a quantized matrix."""
 RECOMPUTED_LAYER_S, CONSTANT_S = 1024e-6, 0.6e-3
 """A checkpointed layer's hooks; what no layer has."""
 ALONE_S = 22e-6
@@ -51,6 +57,7 @@ class Issued(NamedTuple):
         recomputed: share of the layers that are computed twice.
         forward, backward: kernels of the layers; adapter_backward: of adapters.
         adapted, quantized: matrices; launches: Triton kernels of one forward.
+        fused: whether adapters with what they adapt, and checkpoints, are autograd functions of the trainer's own.
     """
 
     recomputed: float
@@ -60,17 +67,18 @@ class Issued(NamedTuple):
     adapted: float
     quantized: float
     launches: float
+    fused: bool = False
 
     def host_s(self, num_layers: int) -> float:
         """Host seconds of the layers."""
-        forwards = 1.0 + self.recomputed
+        forwards, around_s = 1.0 + self.recomputed, AROUND_S[self.fused]
         return (
             CONSTANT_S
-            + forwards * (self.forward * FORWARD_S + self.adapted * ADAPTER_S)
+            + forwards * (self.forward * FORWARD_S + self.adapted * around_s[0])
             + self.backward * BACKWARD_S
             + self.adapter_backward * ADAPTER_BACKWARD_S
-            + (forwards + 1.0) * (self.quantized * QUANTIZED_S + self.launches * LAUNCH_S)
-            + self.recomputed * num_layers * RECOMPUTED_LAYER_S
+            + (forwards + 1.0) * (self.quantized * around_s[1] + self.launches * LAUNCH_S)
+            + (not self.fused) * self.recomputed * num_layers * RECOMPUTED_LAYER_S
         )
 
 

@@ -90,7 +90,8 @@ class Conditions:
         padded_head: head and loss are compiled together, the head's matrices padded to aligned sizes.
         single_operations: softmax, activation, loss and matrices are single operations in Python
             (`planner.speed.roofline.counts.SINGLE_HOST`).
-        fused_lora: LoRA and its base matrix run as one autograd function (Unsloth, fms): fewer kernels, fewer passes.
+        fused_lora: LoRA and its base matrix run as one autograd function (Unsloth): fewer kernels, fewer passes. So do
+            its checkpoints, without hooks and random states (unsloth_zoo 2026.1 `gradient_checkpointing.py`).
         reentrant_checkpointing: old default; the recomputation runs the whole layer instead of stopping early.
         loop_experts: experts run one after another (transformers before 5) instead of one grouped matmul.
         gradient_clipping: the trainer computes the gradient norm and scales (the default of every trainer here).

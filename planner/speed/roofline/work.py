@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from planner.memory.attention_kernels import brings_xformers
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, dtype_policy_of
 from planner.memory.states import streamed_stacks
 from planner.memory.trained import kind_linears, layer_numbers, trained_parameters
@@ -23,7 +24,8 @@ From 76 dry runs of four models on two cards, their operators priced (docs/adapt
 with 2,048 tokens of a 7B model, where DoRA's norms outweigh all), 1.4 to 1.6, 1.6 to 2.2, 1.1 to 1.9, 0.8 to 1.2.
 """
 _ROWS = ("sdpa", "eager")
-"""Attentions that are handed a mask of a packed row, or nothing; the others are told where its samples end."""
+"""Attentions that are handed a mask of a packed row, or nothing; the others, Unsloth's own too, are told where its
+samples end."""
 ALLOCATOR_S = 5.5e-5
 """Host seconds of AdaLoRA's rank allocator per trained tensor and step, ten operations outside autograd (peft 0.21
 `tuners/adalora/layer.py` update_ipt): 25 us on a CPU on which LoRA's call takes 0.45 of what the constants say."""
@@ -105,7 +107,8 @@ class Work:
         self.dtypes = dtypes = dtype_policy_of(setup)
         self._full = full = setup.method == "full"
         self.stacked = dtypes.compute if setup.quantize_experts or speed.conditions.loop_experts else dtypes.stacks
-        self._flattened = setup.packing and not setup.trainer.packs_rows and setup.attention in _ROWS
+        row = setup.attention in _ROWS and not brings_xformers(speed.model.model_type, setup)
+        self._flattened = setup.packing and not setup.trainer.packs_rows and row
         self.power = constants.waiting_power if _waits(speed, setup) else constants.overlap_power
         self.moved = moved = speed.traffic(dtypes, full, setup)
         bytes_left = constants.compile_bytes if setup.compiled else 1.0
@@ -243,7 +246,8 @@ def _trained(speed: SpeedModel, setup: TrainSetup, dtypes: DtypePolicy) -> _Trai
         params = float(trained_parameters(speed.model, setup).num)
     bytes_left = speed.constants.compile_bytes if setup.compiled else 1.0
     per_byte, gap = card * bytes_left / speed.bandwidth, host * speed.constants.kernel_gap_s * bytes_left
-    thin_rate = speed.rates.matmul[dtypes.autocast or dtypes.adapter] * speed.constants.lora_share
+    thin_dtype = dtypes.autocast or (dtypes.compute if speed.fuses_adapters(setup) else dtypes.adapter)
+    thin_rate = speed.rates.matmul[thin_dtype] * speed.constants.lora_share
     token_s, micro_s = _token_and_micro(moved, per_byte, gap)
     thin = card * 2.0 * setup.lora_rank * edges / thin_rate
     return _Trained(
