@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from os.path import isfile  # Path.is_file raises where a folder is closed to this user, or a name too long
 from pathlib import Path
 
 from finetune_planner.cli.answer import read_data
@@ -49,7 +50,7 @@ def read_samples(data: DataOptions, spec: ModelSpec, setup: TrainSetup) -> Datas
 def data_beside(file: Path, config: ReadConfig) -> str:
     """What is said where a file names data that lie here and nobody gave them; "" where it names none."""
     for name, path in _named_data(file, config):
-        if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and path.is_file():
+        if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and isfile(path):
             return f"{name} lies here: --dataset {path} counts its samples, which may be shorter"
     return ""
 
@@ -63,7 +64,7 @@ def _named_data(file: Path, config: ReadConfig) -> Iterator[tuple[str, Path]]:
     yield from ((name, folder / name) for name in names for folder in folders)
     for folder in folders:
         table = folder / str(config.values.get("dataset_dir", "data")) / "dataset_info.json"
-        if config.format == "llamafactory" and table.is_file():
+        if config.format == "llamafactory" and isfile(table):
             with suppress(ConfigError):
                 described = parse_json(read_bounded(table), table.name, hint="")
                 for name in ",".join(names).split(","):

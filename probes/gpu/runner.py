@@ -91,8 +91,9 @@ def _written(request: ProbeRequest, work_dir: Path | None) -> ProbePaths:
         paths = ProbePaths(Path(tempfile.mkdtemp(prefix="probe-", dir=work_dir)))
         write_whole(paths.request, json.dumps(request.to_dict()).encode(), sync=True)
     except OSError as error:
+        place = work_dir or tempfile.tempdir or "any folder"  # None: `gettempdir` ends so itself
         raise EnvironmentProblem(
-            f"cannot make a directory for the probe in {work_dir or tempfile.gettempdir()}: {error.strerror or error}",
+            f"cannot make a directory for the probe in {place}: {error.strerror or error}",
             hint="free some disk space, or set TMPDIR to a directory you may write",
         ) from error
     return paths

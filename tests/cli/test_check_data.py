@@ -1,6 +1,7 @@
 """`plan check --dataset`: a file on its own samples."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,20 @@ def test_data_that_llamafactory_names_in_its_table_are_seen(folder: Path, capsys
     Path("data/dataset_info.json").write_text('{"mine": {"file_name": "../short.jsonl"}}')
     assert run(["check", "a.yaml", "--gpu", "h100-sxm", "--no-dry-run"]) == 0
     assert "mine lies here: --dataset data/../short.jsonl" in " ".join(capsys.readouterr().out.split())
+
+
+def test_data_in_a_folder_that_is_closed_to_this_user_are_not_seen(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = os.stat
+
+    def closed(path: Any, **how: Any) -> os.stat_result:
+        if str(path).startswith("/root/"):
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, **how)
+
+    monkeypatch.setattr(os, "stat", closed)
+    text = "model_name_or_path: ./model\nuse_peft: true\nmax_length: 512\ndataset_name: /root/data/short.jsonl\n"
+    Path("a.yaml").write_text(text)
+    assert run(["check", "a.yaml", "--gpu", "h100-sxm", "--no-dry-run"]) == 0
+    assert "lies here" not in capsys.readouterr().out

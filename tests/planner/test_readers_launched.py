@@ -151,6 +151,8 @@ def test_what_is_submitted_to_sagemaker_is_read_as_its_containers_start_it(job: 
         read(tmp_path, "job.py", SUBMITS + SUBMITTED["an estimator"].replace("torch_distributed", "smdistributed"))
     open_words = SUBMITS.replace("'per_device_train_batch_size': 4", "'per_device_train_batch_size': input()")
     assert "micro_batch_seqs" in open_fields(read(tmp_path, "job.py", open_words + SUBMITTED[job]))
+    some = SUBMITTED[job].replace("instance_type=", "instance_count=input(), instance_type=")
+    assert any("--nnodes $SM_HOST_COUNT" in gap.reason for gap in read(tmp_path, "job.py", SUBMITS + some).missing)
 
 
 SHELLS = {
@@ -546,7 +548,7 @@ WORDS = "train.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --ma
         ("", "accelerate launch --num_machines 2 --num_processes $((SLURM_NNODES * (16 / 4)))", 8),
         ("", r"accelerate launch --num_machines 2 --num_processes $(expr $SLURM_NNODES \* 4)", 8),
         ("", "torchrun --nnodes 1:4 --nproc_per_node 4", 4),
-        ("", "torchrun --standalone --nproc_per_node 4", 4),
+        ("#SBATCH --gres=gpu:99999999999", "torchrun --standalone --nproc_per_node 4", 4),
     ],
 )
 def test_a_jobs_gpus_are_those_of_all_its_nodes(setting: str, launch: str, num_gpus: int, tmp_path: Path) -> None:

@@ -471,6 +471,7 @@ LAUNCHES = {
     "an array that grows": 'args=(--bf16 1)\nargs+=(--batch 2)\ntorchrun --nproc-per-node 2 train.py "${args[@]}"\n',
     "a command in a variable": 'cmd="torchrun --nproc_per_node 2 train.py"\n$cmd --batch 2 > log.txt 2>&1\n',
     "a shell that is handed it": 'CMD="torchrun \\\n  --nproc_per_node 2 train.py --batch 2\n"\nsrun bash -c "$CMD"\n',
+    "words behind a program's own -c": 'A="x --batch 2"\ntorchrun --nproc_per_node 2 train.py -c $A\n',
     "sums of variables": "G=2\nB=64\ntorchrun --nproc_per_node $G train.py --batch $(($B / $G / 16))\n",
     "a default of a parameter": "B=${1}\nB=${B:-2}\ntorchrun --nproc_per_node 2 train.py --batch $B\n",
     "GPUs that are counted": 'N=$(python -c "import torch; print(torch.cuda.device_count())")\n'

@@ -243,11 +243,16 @@ def test_full_disk_result_comes_through_the_pipe(tmp_path: Path) -> None:
     assert outcome.step_times_s == (0.5, 0.5, 0.5)
 
 
-def test_request_that_cannot_be_written_is_an_environment_problem(tmp_path: Path) -> None:
+def test_request_that_cannot_be_written_is_an_environment_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
-    with pytest.raises(EnvironmentProblem, match="cannot make a directory"):
-        runner.run_probe(request(), work_dir=blocked / "below", argv=ARGV)
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(blocked)])
+    for folder in (blocked / "below", None):
+        with pytest.raises(EnvironmentProblem, match="cannot make a directory"):
+            runner.run_probe(request(), work_dir=folder, argv=ARGV)
 
 
 def test_worker_that_cannot_start_is_an_environment_problem(tmp_path: Path) -> None:

@@ -139,6 +139,6 @@ def variables(text: str) -> dict[str, str]:
     if "nodes" in counts and "ntasks-per-node" in counts:
         counts.setdefault("ntasks", str(int(counts["nodes"]) * int(counts["ntasks-per-node"])))
     given = {variable: count for name, count in counts.items() for variable in _SETS[name]}
-    if on_node := given.get("SLURM_GPUS_ON_NODE"):
+    if len(on_node := given.get("SLURM_GPUS_ON_NODE", "")) in (1, 2):  # no node has a hundred
         given["SLURM_JOB_GPUS"] = ",".join(map(str, range(int(on_node))))  # their numbers, which scripts count
     return given

@@ -59,5 +59,6 @@ def _launcher(job: CallResult, name: str) -> str:
     machine = compute.keywords if isinstance(compute, CallResult) else job.keywords
     cards = cards_of(str(plain(machine.get("instance_type"))))
     nodes = plain(machine.get("instance_count"))
+    nodes = "$SM_HOST_COUNT" if isinstance(nodes, Unknown) else nodes or 1
     each = cards[0] if cards is not None else "$SM_NUM_GPUS"
-    return f"torchrun --nnodes {nodes or 1} --nproc_per_node {each}" if by_torchrun else "python"
+    return f"torchrun --nnodes {nodes} --nproc_per_node {each}" if by_torchrun else "python"

@@ -257,6 +257,8 @@ class Branches:
 
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+_HANDED = re.compile(r"(?:^|[\s/])(?:ba|da|z)?sh(?: -\w+)* -\w*c$")
+"""What stands before a shell's own text: bash -lc "$CMD"."""
 _SET = re.compile(
     r"^\s*(?:export\s+|declare\s++(?:-\S++\s++)*+|local\s+)?([A-Za-z_]\w*+)\s*+[:?+]?=\s*+(.*)$", re.DOTALL
 )
@@ -525,7 +527,7 @@ def _expanded(words: list[str], variables: dict[str, str]) -> list[str]:
             expanded += shlex.split(variables.get("@", ""))
             continue
         filled = _filled(word, variables)
-        alone = _USE.fullmatch(word) is not None and not re.fullmatch(r"-\w*c", "".join(expanded[-1:]))  # bash -c "$A"
+        alone = _USE.fullmatch(word) is not None and not _HANDED.search(" ".join(expanded[-4:]))
         filled_words = _words(filled.replace("\n", " ")) if alone and re.search(r"\s", filled) else [filled]
         expanded += [part for part in filled_words if part or not word]  # '' is a word, an empty variable is none
     return expanded
