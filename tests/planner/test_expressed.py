@@ -212,10 +212,11 @@ def test_what_no_tool_has_a_file_for_is_said_where_it_is_faster(
     walked: Any = SimpleNamespace(node=Node.LORA, best=SimpleNamespace(tokens_per_s=tokens_per_s))
     monkeypatch.setattr(answer, "unwritten", lambda *_: "trl has another precision")
     monkeypatch.setattr(answer, "writers", lambda _: {"trl": ""})
-    monkeypatch.setattr(answer, "_walk", lambda *_: walked)
+    monkeypatch.setattr(answer._Planning, "walk", lambda *_: walked)
     monkeypatch.setattr(answer, "_least_lossy", lambda *_: walked)
     fastest: Any = SimpleNamespace(tokens_per_s=100.0, setup=None)
-    written = answer._of_some_target(plan_request(LLAMA, "rtx-4090"), fastest, None, WalkCache(), False)
+    planning = answer._Planning(None, WalkCache(), explained=False)
+    written = answer._of_some_target(plan_request(LLAMA, "rtx-4090"), fastest, planning)
     assert (written[0], bool(written[1])) == (walked, said)
 
 
