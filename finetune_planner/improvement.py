@@ -4,7 +4,8 @@ the fastest that trains the same.
 Pure, as `planner.planning.check`: the prediction is a function handed in.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -81,6 +82,11 @@ def _harms(before: TrainSetup, after: TrainSetup) -> list[int]:
     """That of each change; SDPA comes with PyTorch."""
     changed = (name for name in changed_fields(before, after) if (name, after.attention) != ("attention", "sdpa"))
     return [HARM.get(name, OTHER_HARM) for name in changed]
+
+
+def lasting(labels: Iterable[str]) -> tuple[str, ...]:
+    """Changes of which none is undone by a later one of its kind: "rank 8", then "rank 4" is the second alone."""
+    return tuple({re.sub(r"\d+", "", label): label for label in labels}.values())
 
 
 def improve(result: CheckResult, model: ModelSpec, predict: Predict, verify: Verify | None = None) -> Improved:
@@ -164,7 +170,7 @@ class _Search:
 
     def improved(self, tried: _Tried) -> Improved:
         after, verdict = self.predicted(tried.setup), self.verdict(tried.setup)
-        return Improved(setup=tried.setup, labels=tried.labels, after=after, verdict=verdict)
+        return Improved(setup=tried.setup, labels=lasting(tried.labels), after=after, verdict=verdict)
 
     def _rounds(
         self, allowed: Callable[[TrainSetup, bool], bool], order: Callable[[_Tried], Any]

@@ -145,13 +145,13 @@ class OfSamples:
         if run.seq_len_tokens < setup.seq_len_tokens:
             text += f" of the file's {setup.seq_len_tokens:,}: memory is that of {run.seq_len_tokens:,}"
         elif cut := stats.cut_fraction(setup.seq_len_tokens):
-            text += f", {percent(cut)} cut"
+            text += f", {percent(cut)} of them longer than {setup.seq_len_tokens:,} and cut"
         elif stats.longest_tokens is None and not setup.packing:
-            text += f": memory is that of {setup.seq_len_tokens:,}, or {percent(self.less_fraction(setup))} less; "
+            text += f": memory is that of {setup.seq_len_tokens:,}, {percent(self.less_fraction(setup))} less if so; "
             text += "the model's tokenizer tells " if stats.counted_with != COUNTED else "fewer samples tell "
             text += f"(hf download {self._spec.model_id} --include 'tokenizer*')" * (stats.counted_with != COUNTED)
         real = workload.data.real_fraction(setup.micro_batch_seqs * setup.data_degree)
-        text += f"; {percent(real)} of a micro-batch is no padding, and tokens/s are those"
+        text += f"; {percent(1 - real)} of a micro-batch is padding, which tokens/s leave out"
         if speed := self(setup).tokens_per_s:
             text += f": an epoch takes {seconds((workload.data.epoch_tokens or 0) / speed)}"
         return text

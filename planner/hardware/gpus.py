@@ -297,6 +297,12 @@ def all_gpus() -> tuple[GpuSpec, ...]:
     return tuple(map(_gpu, _rows()))
 
 
+def windows_memory_bytes(card: GpuSpec) -> int:
+    """What torch tells as a card's memory on Windows, where it is the driver's total: 12.00 GiB of an RTX 3060."""
+    row = _rows()[card.key]
+    return int(float(row["driver_mib"] or 1024 * _marketed_gib(row)[0]) * MIB)
+
+
 def find_gpu(name: str) -> GpuSpec:
     """The GPU that a name stands for; "local" asks this machine.
 

@@ -277,7 +277,8 @@ def measure(
         try:
             sample = sample_of(row, kind) if kind in kinds else row
         except (KeyError, DataError) as error:
-            why = f"no column {error}" if isinstance(error, KeyError) else str(error)
+            there = f"its columns are {', '.join(sorted(map(str, row))[:8])}"
+            why = there if isinstance(error, KeyError) else str(error)
             raise _unlike(f"{path}: sample {number}", kind, why, getattr(error, "hint", "")) from error
         if sample is None:
             left_out += 1

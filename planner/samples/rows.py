@@ -86,6 +86,8 @@ def files_of(path: Path) -> list[Path]:
         DataError: nothing there, or another kind of file.
     """
     if path.is_file():
+        if path.name.lower().startswith("dataset_info"):
+            raise DataError(f"{path.name} tells of data and holds none", "name a file of those that it lists")
         if loader_of(path):
             return [path]
         endings = ", ".join(SUFFIXES)
@@ -283,9 +285,10 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
     named = {str(name).strip().lower(): value for name, value in row.items()}
     if not columns:
         return named
-    if missing := [column for column in columns.values() if column not in row]:
+    there = {**named, **row}  # a refusal lists them in lower case
+    if missing := [column for column in columns.values() if column not in there]:
         raise DataError(f"no column {missing[0]!r}; there are {', '.join(sorted(map(str, row))[:12])}")
-    stated = {name: row[column] for name, column in columns.items()}
+    stated = {name: there[column] for name, column in columns.items()}
     if (kinds := kinds_of(stated)) and kinds != ("prompt",):
         kept = {"tools", "images", "image", *SYSTEMS, *({"prompt"} if "chosen" in stated else ())}
         named = {name: value for name, value in named.items() if name in kept or _NEGATIVE.fullmatch(name)}

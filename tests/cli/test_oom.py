@@ -231,6 +231,16 @@ def test_a_call_alone_tells_the_part(call: str, phase: str) -> None:
     assert phase_of(f"{as_python((f'{SITE}/{call}',))}\n{OLD}") == phase
 
 
+@pytest.mark.parametrize(
+    ("total", "card"), [("14.74", "t4"), ("11.76", "rtx-3060"), ("12.00", "rtx-3060"), ("8.00", "rtx-4060")]
+)
+def test_the_card_is_among_those_of_its_total(total: str, card: str) -> None:
+    """On Colab's T4; on an RTX 3060 by an older driver and on Windows, which keeps nothing back."""
+    cards = diagnose(f"CUDA out of memory. Tried to allocate 1.96 GiB (GPU 0; {total} GiB total capacity").cards
+    assert card in cards
+    assert not any(key.startswith("apple") for key in cards)
+
+
 def test_a_card_of_no_memory_and_a_line_without_an_end_are_read() -> None:
     assert not diagnose("CUDA out of memory. Tried to allocate 1 bytes (GPU 0; 0 bytes total capacity").cards
     assert diagnose("a" * 3_000_000 + " CUDA out of memory").message.where == "device"
@@ -422,6 +432,9 @@ def test_a_run_that_its_config_does_not_explain_is_advised_nothing_that_needs_mo
     [
         "[1]    4242 killed\nexitcode  : -9 (pid: 42)",
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes",
+        "Loading checkpoint shards: 50%\nKilled\n",
+        "zsh: killed     python train.py",
+        "run.sh: line 3:  4242 Killed                  python train.py",
         "['python', 'train.py'] exits with return code = -9",
         "RuntimeError: DataLoader worker (pid 5) is killed by signal: Killed.",
         "the node was running low on memory",

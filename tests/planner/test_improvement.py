@@ -10,7 +10,7 @@ import pytest
 
 from finetune_planner.cli.app import run
 from finetune_planner.cli.check import Fixing, edits_of
-from finetune_planner.improvement import HARM, LENGTH_HARM, Improved, harm, improve
+from finetune_planner.improvement import HARM, LENGTH_HARM, Improved, harm, improve, lasting
 from planner.core.errors import ConfigError
 from planner.core.units import GIB, gib
 from planner.frameworks.readers import read_config, read_text
@@ -383,6 +383,12 @@ def test_a_smaller_evaluation_alone_is_what_is_changed_where_it_suffices(key: st
     assert improvement.setup == result.config.setup
     assert edits_of(result.config, improvement) == {"per_device_eval_batch_size": 1}
     assert len(ended(more, 7)[1].labels) > 1  # where the step itself is too large more is changed
+
+
+def test_no_change_is_told_beside_a_later_one_of_its_kind() -> None:
+    """Of Unsloth's notebook of Qwen3-14B on a T4."""
+    steps = ("adapters of rank 8", "micro-batch 1 x 8 accumulation steps", "adapters of rank 4")
+    assert lasting(steps) == ("adapters of rank 4", "micro-batch 1 x 8 accumulation steps")
 
 
 def test_changes_that_are_enough_together_are_said_where_no_single_one_is(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner.core.records import dataclass
 from planner.core.units import GIB, gib
-from planner.hardware.gpus import all_gpus
+from planner.hardware.gpus import all_gpus, windows_memory_bytes
 from planner.planning.failures.message import (
     EIGHT_BIT,
     EXPANDABLE,
@@ -25,8 +25,8 @@ MANY_BYTES = GIB // 2
 """What other processes may hold before they are a cause: a desktop takes some hundred MiB."""
 LARGE_FRACTION = 0.1
 """Of the card, before others or pieces are the cause and not beside it: full cards hold a few percent of pieces."""
-CARD_TOLERANCE = 0.008
-"""A message rounds the total to two digits, and drivers differ by some MiB."""
+CARD_TOLERANCE = 0.0125
+"""A message rounds the total to two digits, and drivers differ: a T4 has 14.56 or 14.74 GiB, a 3060 11.65 or 11.76."""
 
 
 TRAINERS = re.compile(r"transformers/trainer\.py|\b(?:trl|axolotl|llamafactory|swift)/|unsloth", re.IGNORECASE)
@@ -182,5 +182,9 @@ def _scattered(message: Message) -> tuple[Cause | None, int]:
 def _cards(total_bytes: int | None) -> tuple[str, ...]:
     if not total_bytes:
         return ()
-    near = [gpu for gpu in all_gpus() if abs(gpu.memory_bytes / total_bytes - 1) < CARD_TOLERANCE]
-    return tuple(gpu.key for gpu in sorted(near, key=lambda gpu: abs(gpu.memory_bytes - total_bytes)))
+    off = {
+        gpu.key: min(abs(size / total_bytes - 1) for size in (gpu.memory_bytes, windows_memory_bytes(gpu)))
+        for gpu in all_gpus()
+        if gpu.vendor != "Apple"  # whose messages tell no total
+    }
+    return tuple(sorted((key for key, share in off.items() if share < CARD_TOLERANCE), key=off.__getitem__))

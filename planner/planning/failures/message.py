@@ -75,6 +75,7 @@ _SHARED_ERRORS = re.compile(r"killed by signal: Bus error|out of shared memory|N
 _HOST_ERRORS = re.compile(
     r"can't allocate memory|Cannot allocate memory|\bMemoryError|\boom[-_ ]?kill|\bSIGKILL\b|OOMKilled"
     r"|killed by signal: Killed|out of memory: Killed process|(?:exit ?|return |run )code {0,4}[:=]? {0,2}-9\b"
+    r"|(?m:^(?:zsh: |\[\d{1,4}\] {1,8}\d{1,9} |.{0,80}line \d{1,6}: {1,8}\d{1,9} )?killed(?: {2,40}\S.{0,200})?\r?$)"
     r"|DataLoader worker.{0,20} killed\b(?!.{0,20}: (?:Seg|Bus))"
     r"|crashed after using all available RAM|notebook tried to allocate more memory than is available"
     r"|running low on memory|ray-oom-prevention|\b(?:CPU|RAM|host|node)(?: memory)?[ -]OOM\b"
