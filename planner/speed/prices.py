@@ -139,17 +139,17 @@ def _reduced(call: Operator, rates: CardRates) -> Price:
     return Price(seconds + (12e-6 if by_column and source.numel > 1 << 20 else 0.0), "elementwise")
 
 
-def _softmaxed(speed: float) -> Row:
+def _softmaxed(speed: float, wide: float) -> Row:
     """Softmax over rows: so many times the elements a second of an elementwise kernel without wide loads, but of a
-    vocabulary at half the copy rate.
+    vocabulary at a share of the copy rate.
 
     Measured (H100): 290 to 373e9 elements a second over 2,048 and 4,096 columns, 1.48 TB/s over 128,256; backward
-    255e9.
+    255e9. T4 (the trace of `planner.speed.rates.COPY_SHARE`): 187 of 242 GB/s backward over 50,304.
     """
 
     def price(call: Operator, rates: CardRates) -> Price:
         vocabulary = call.inputs[0].shape[-1:] > (16384,)
-        seconds = moved_s(_bytes(call.inputs) + _bytes(call.outputs), rates, 0.48 if vocabulary else 0.86)
+        seconds = moved_s(_bytes(call.inputs) + _bytes(call.outputs), rates, wide if vocabulary else 0.86)
         return Price(max(seconds, call.inputs[0].numel / (speed * rates.single_elements)), "elementwise")
 
     return price
@@ -168,7 +168,7 @@ def _safe_softmaxed(call: Operator, rates: CardRates) -> Price:
         _reduced(Operator("aten.all", (matches,), (rows,)), rates),
         _elementwise(Operator("aten.where", (rows, *call.outputs), call.outputs), rates),
     )
-    seconds = _softmaxed(1.0)(call, rates).seconds + sum(price.seconds for price in after)
+    seconds = _softmaxed(1.0, 0.48)(call, rates).seconds + sum(price.seconds for price in after)
     return Price(seconds, "elementwise", 1 + len(after))
 
 
@@ -411,11 +411,11 @@ ROWS: dict[str, Row] = {
         ),
         _reduced,
     ),
-    "aten._softmax": _softmaxed(1.0),
+    "aten._softmax": _softmaxed(1.0, 0.48),
     "aten._safe_softmax": _safe_softmaxed,
-    "aten._softmax_backward_data": _softmaxed(0.75),
-    "aten._log_softmax": _softmaxed(1.0),
-    "aten._log_softmax_backward_data": _softmaxed(0.75),
+    "aten._softmax_backward_data": _softmaxed(0.75, 0.78),
+    "aten._log_softmax": _softmaxed(1.0, 0.48),
+    "aten._log_softmax_backward_data": _softmaxed(0.75, 0.78),
     "aten.native_layer_norm": _moved(0.7),
     "aten.native_layer_norm_backward": _moved(0.5),
     "aten.native_dropout": _moved(0.75),

@@ -467,7 +467,10 @@ def _elementwise_bytes(
         eager = ((36, 50), (62, 115)) if stream == 2 else ((28, 39), (50, 93))
         rms_forward, rms_backward = _blend(*eager[0], drag), _blend(*eager[1], drag)
     if not rotary:
-        rope_forward, rope_backward = turned * _blend(10, 20, drag), turned * _blend(10, 24, drag)
+        # what holds a fast card up is elements, which are no more where they are promoted
+        counted = 10 * turned
+        rope_forward = _blend(counted, max(counted, 20 * wide), drag)
+        rope_backward = _blend(counted, max(counted, 24 * wide), drag)
     act_forward, act_backward = (3 * wide, 5 * wide) if gated else (passes[0] * wide, passes[1] * wide)
     composed = (
         0 if gated else inv.composed_width * (4 if dtypes.autocast else wide)
