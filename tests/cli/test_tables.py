@@ -74,7 +74,7 @@ def test_a_plan_is_of_the_program_that_is_faster_and_says_what_trl_would_do() ->
 
 def test_what_is_left_out_says_what_it_would_give_and_why() -> None:
     plan_request = request_of(fixed={"method": ("lora",)})
-    assert "no published run of Unsloth" in left_out(plan_request, TrainSetup(stack="unsloth"))
+    assert "Unsloth is planned when asked for" in left_out(plan_request, TrainSetup(stack="unsloth"))
     assert not left_out(replace(plan_request, targets=("unsloth",)), TrainSetup(stack="unsloth"))
     assert not left_out(plan_request, TrainSetup(stack="axolotl"))
 

@@ -236,11 +236,12 @@ def equals(first: TrainSetup, second: TrainSetup) -> bool:
 def left_out(workload: Workload, setup: TrainSetup) -> str:
     """Why no plan takes an engine, its kernels or torch.compile unasked; "" where it is open to every plan.
 
-    What counts is whether its speed was compared with runs: a prediction of which nobody knows by how much it errs does
-    not replace one of which it is known.
+    What counts is whether it was compared with runs, memory and speed: a prediction of which nobody knows by how much
+    it errs does not replace one of which it is known. Of Unsloth 48 published speeds were (benchmarks.gathered, group
+    surogate), hardly a peak: its loss takes a share of what is free.
     """
     if setup.stack not in workload.targets and not _compared(setup.stack):
-        return f"no published run of {STACKS[setup.stack].title} was compared: its speed is a guess"
+        return f"{STACKS[setup.stack].title} is planned when asked for: too few published runs say what memory it takes"
     if setup.compile and True not in workload.fixed.get("compile", ()):
         return compile_left_out(workload, setup)
     return ""
