@@ -115,7 +115,13 @@ def explain(
         typer.echo(textwrap.fill(text, WIDTH, subsequent_indent="  "))
         return
     matches = matches or [term for term in words if phrase in plain(term)]
-    matches = matches or [term for term, meaning in words.items() if phrase in plain(meaning)][:3]
+    given = set(map(plain, " ".join(word).split()))
+    matches = matches or [term for term in words if {*map(plain, term.split())} <= given]
+    if not matches:
+        holding = [term for term, meaning in words.items() if phrase in map(plain, meaning.split())][:3]
+        if holding and phrase:
+            typer.echo(f"no entry {' '.join(word)!r}; it stands in that of")
+        matches = holding
     if not matches or not phrase:
         from rapidfuzz import process
 

@@ -10,6 +10,7 @@ from finetune_planner.cli.lists import glossary, plain
 from planner.options.adapters import ADAPTERS
 from planner.options.objectives import OBJECTIVES
 from planner.options.optimizers import OPTIMIZERS
+from reports.terminal import MARKS
 
 BASH, ZSH = "complete_bash", "complete_zsh"
 
@@ -71,6 +72,9 @@ def test_every_kind_of_adapter_is_explained_from_its_own_row(capsys: pytest.Capt
         *((row.name, row.columns) for row in OBJECTIVES.values()),
         ("num_generations", "vllm"),
         ("gspo", "--objective grpo"),
+        ("checkpointing every 4 layers", "checkpointing: Gradient"),
+        ("8-bit QLoRA", "QLoRA: LoRA on a base"),
+        ("cut", "no entry 'cut'; it stands in that of"),
     ],
 )
 def test_every_objective_is_explained_and_a_word_by_the_meaning_that_has_it(
@@ -96,6 +100,9 @@ def test_the_words_of_a_usual_plan_are_in_the_glossary() -> None:
         "checkpointing",
         "tight",
         "merges",
+        *MARKS,
+        "host memory",
+        "full loss",
     ):
         assert plain(word) in glossary_words
 
