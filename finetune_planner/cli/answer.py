@@ -179,7 +179,7 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
         return None
     from planner.frameworks.exporters.chat import splits
     from planner.frameworks.exporters.trl import REWARDED_BY, REWARDS
-    from planner.samples.dataset import first_row, kind_of_data, measure, tokenizer_file
+    from planner.samples.dataset import first_row, kind_of_data, measure, not_read, tokenizer_file
     from planner.samples.locate import path_of
 
     path = path_of(data.dataset)
@@ -202,6 +202,9 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
             f"{data.dataset} has {kind} columns, --objective {objective.name} trains on {objective.columns}",
             hint=f"--objective {fitting.name} is for such data{named}",
         )
+    if names := not_read(path):
+        others = f" and {len(names) - 3} others" if len(names) > 3 else ""
+        say(f"warning: {data.dataset}: {', '.join(names[:3])}{others} not read: the commonest kind of file is")
     if objective.rolls_out and not set(REWARDED_BY) & set(first_row(path, data.names)):
         wanted = ", ".join(REWARDED_BY)
         say(

@@ -19,10 +19,13 @@ from planner.core.inputs import open_regular, parse_json
 from planner.core.install import packages_command
 from planner.core.records import dataclass
 from planner.samples.rows import (
+    NO_SAMPLES,
     REASONING,
     DataError,
     Row,
+    files_of,
     kinds_of,
+    loader_of,
     objects_of,
     read_rows,
     renamed,
@@ -461,6 +464,23 @@ def _content(value: Any) -> str:
         raise TypeError(f"{type(value).__name__} instead of a message")
     content = value["content"] if "content" in value else value.get("text", value.get("value"))
     return "" if content is None else content if isinstance(content, str) else _content(content)
+
+
+def not_read(path: Path) -> list[str]:
+    """Names of a directory's files that may hold samples and end otherwise than those that are read."""
+    if path.is_file():
+        return []
+    kinds = {loader_of(file) for file in files_of(path)}
+    return sorted(
+        file.name
+        for file in path.rglob("*")
+        if file.is_file() and (loader_of(file) or file.suffix.lower() in DOCUMENTS) and loader_of(file) not in kinds
+        if file.name.lower() not in NO_SAMPLES and file.stem.lower() != "readme" and not file.name.startswith(".")
+    )
+
+
+DOCUMENTS = (".md", ".docx", ".pdf", ".xlsx", ".xls", ".html", ".odt")
+"""Endings of what people keep beside text and tables."""
 
 
 def first_row(path: Path, columns: Mapping[str, str] = AS_IT_IS) -> Row:

@@ -10,7 +10,7 @@ import pytest
 
 from planner.core.errors import ConfigError
 from planner.samples import tokenizing as counting
-from planner.samples.dataset import DatasetStats, choose_length, kind_of_data, measure, token_counter
+from planner.samples.dataset import DatasetStats, choose_length, kind_of_data, measure, not_read, token_counter
 from planner.samples.rows import DataError, kinds_of, renamed, sample_of
 
 
@@ -240,6 +240,13 @@ def test_data_of_two_kinds_and_the_table_of_llamafactory_are_refused_by_what_is_
     (tmp_path / "dataset_info.json").write_text('{"mine": {"file_name": "a.jsonl"}}')
     with pytest.raises(ConfigError, match="holds none"):
         measure(tmp_path / "dataset_info.json")
+
+
+def test_files_of_a_directory_that_nobody_reads_are_named(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "chats.jsonl", "notes.md", "README.md", "dataset_info.json", "x.docx", "y.png"):
+        (tmp_path / name).write_text("a")
+    assert not_read(tmp_path) == ["chats.jsonl", "notes.md", "x.docx"]
+    assert not_read(tmp_path / "a.txt") == []
 
 
 @pytest.mark.parametrize(
