@@ -21,14 +21,14 @@ BESIDE = ("run.sh", "README.md", ".py")
 TARGETS = ("trl", "hf", "axolotl", "llamafactory", "unsloth", "torchtitan")
 
 
-def read_back(launch: Launch, setup: TrainSetup, folder: Path) -> ReadConfig:
+def read_back(launch: Launch, setup: TrainSetup, folder: Path, num_gpus: int = 1) -> ReadConfig:
     """The first of a launch's files, beside the others where it names them, as its head starts it: on how many GPUs
     layers lie that one process spreads only the machine knows."""
     for file in launch.files[1:]:
         if not file.path.endswith(BESIDE):
             (folder / "launch" / file.path).parent.mkdir(parents=True, exist_ok=True)
             (folder / "launch" / file.path).write_text(file.text)
-    around = FileContext(num_gpus=setup.num_gpus if setup.parallel == "device-map" else 1, roots=(folder,))
+    around = FileContext(num_gpus=setup.num_gpus if setup.parallel == "device-map" else num_gpus, roots=(folder,))
     return read_text(launch.files[0].text, launch.files[0].path, around=around)
 
 
@@ -46,6 +46,13 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
         assert not back.approximations, back.approximations
         num_read += 1
     assert num_read >= {"unsloth": 12, "torchtitan": 10}.get(target, 50)
+
+
+@pytest.mark.parametrize("target", ["trl", "axolotl", "llamafactory"])
+def test_gpus_that_a_person_names_go_over_those_of_a_plans_own_head(target: str, tmp_path: Path) -> None:
+    setup = TrainSetup(parallel="ddp", num_gpus=8, attention="flash-attention-2")
+    launch = EXPORTERS[target](request(setup))
+    assert [read_back(launch, setup, tmp_path, num).setup.num_gpus for num in (1, 4)] == [8, 4]
 
 
 @pytest.mark.parametrize(("target", "num"), [("trl", 56), ("hf", 10), ("axolotl", 10), ("llamafactory", 12)])

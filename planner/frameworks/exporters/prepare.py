@@ -81,9 +81,11 @@ def command(request: ExportRequest, target: str) -> str:
 
 def refusal(target: str, columns: str, loss_on: str) -> str:
     """Why a target cannot train on samples of such columns ("": nobody knows them), "" where it can."""
-    from planner.samples.dataset import SUPERVISED  # late: a plan asks for none
+    if not columns or loss_on == "all":
+        return ""
+    from planner.samples.dataset import SUPERVISED  # late: a plan without data needs none
 
-    answered = columns in SUPERVISED[:2] and loss_on != "all"
+    answered = columns in SUPERVISED[:2]
     if target == "torchtitan" and answered:
         return "torchtitan 0.2.2 trains on all tokens of plain text: plan with --loss-on all"
     if target in ("mlx", "loggetta") and answered and columns == "prompt-completion":

@@ -75,7 +75,7 @@ def read_text(
     """
     inside = replace(around or FileContext(), model=model, base=base)
     if (launch := _own_launch(text, name, inside)) is not None:
-        inside = replace(inside, num_gpus=launch.num_gpus or inside.num_gpus)
+        inside = replace(inside, num_gpus=inside.num_gpus if inside.num_gpus > 1 else launch.num_gpus or 1)
         launcher = launcher or (inside.read_by_suffix(launch.launcher) if launch.launcher else None)
     reading = _read(text, name, inside, launcher)
     of_format = STACK_OF.get(reading.format, reading.setup.stack)
