@@ -30,7 +30,7 @@ def of_transformers() -> dict[str, set[str]]:
     listed = {entry.model_type for entry in catalogue.entries()}
     text = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *listed}
     plans = {}
-    for name in text & {*CONFIG_MAPPING}:
+    for name in CONFIG_MAPPING:  # a model that sees is asked by the type of the whole
         parts = getattr(CONFIG_MAPPING[name], "sub_configs", {})
         decoder = parts.get("text_config", CONFIG_MAPPING[name])
         plan = getattr(decoder, "base_model_ep_plan", None) or {}
