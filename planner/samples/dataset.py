@@ -282,7 +282,8 @@ def measure(
         except (KeyError, DataError) as error:
             there = f"its columns are {', '.join(sorted(map(str, row))[:8])}"
             why = there if isinstance(error, KeyError) else str(error)
-            raise _unlike(f"{path}: sample {number}", kind, why, getattr(error, "hint", "")) from error
+            hint = "name a file of it whose samples are of one kind" if path.is_dir() and kinds_of(row) else ""
+            raise _unlike(f"{path}: sample {number}", kind, why, getattr(error, "hint", hint)) from error
         if sample is None:
             left_out += 1
             continue

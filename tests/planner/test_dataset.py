@@ -235,8 +235,9 @@ def test_columns_come_from_the_first_row_alone(tmp_path: Path) -> None:
 def test_data_of_two_kinds_and_the_table_of_llamafactory_are_refused_by_what_is_in_them(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"instruction": "a", "output": "b"}])
     write(tmp_path / "b.jsonl", [{"question_de": "a", "chosen": "b", "rejected": "c"}])
-    with pytest.raises(ConfigError, match=r"sample 2 .*its columns are chosen, question_de, rejected"):
+    with pytest.raises(ConfigError, match=r"sample 2 .*its columns are chosen, question_de, rejected") as refusal:
         measure(tmp_path)
+    assert refusal.value.hint == "name a file of it whose samples are of one kind"
     (tmp_path / "dataset_info.json").write_text('{"mine": {"file_name": "a.jsonl"}}')
     with pytest.raises(ConfigError, match="holds none"):
         measure(tmp_path / "dataset_info.json")
