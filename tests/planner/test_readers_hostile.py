@@ -133,7 +133,8 @@ def test_a_key_written_twice_is_said(name: str) -> None:
     text = "base_model: x\nmicro_batch_size: 2\nmicro_batch_size: 4\n"
     if name == "a.json":
         text = '{"base_model": "x", "micro_batch_size": 2, "micro_batch_size": 4}'
-    config = read_text(text, name, launcher="distributed_type: MULTI_GPU\nnum_processes: 2\nnum_processes: 4\n")
+    launcher = "distributed_type: MULTI_GPU\nnum_machines: ${NODES}\nnum_processes: 2\nnum_processes: 4\n"
+    config = read_text(text, name, launcher=launcher)
     assert (config.setup.micro_batch_seqs, config.setup.num_gpus) == (4, 4)
     for key in ("micro_batch_size", "num_processes"):
         assert f"{key} is written twice: the last one counts" in config.assumptions

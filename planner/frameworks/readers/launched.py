@@ -263,7 +263,7 @@ def under_launcher(
     return replace(
         inner,
         setup=setup,
-        num_nodes=settings.integer("num_machines", 0),
+        num_nodes=int(machines) if (machines := str(settings.values.get("num_machines", ""))).isdecimal() else 0,
         missing=tuple(entry for entry in inner.missing if entry.field not in OF_LAUNCHER),
         reentrant=inner.reentrant and not by_fsdp,
         refusals=(*refusals, *([common.CHECKPOINTED_TWICE] if twice else [])),

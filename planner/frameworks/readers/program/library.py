@@ -544,7 +544,8 @@ def _of_object(reader: Reading, owner: Value, made: CallResult) -> Value | None:
         elif name in ("remove", "discard") and first is not None:
             owner.items[:] = [item for item in owner.items if not same(item, first)]
         elif name in ("extend", "update") and first is not None:
-            owner.items += items_of(first) or [Unknown(f"{made.where}: a list not known")]
+            more = items_of(first)
+            owner.items += [Unknown(f"{made.where}: a list not known")] if more is None else more
         elif name in ("keys", "copy"):
             return owner
         elif name == "index" and first is not None:
