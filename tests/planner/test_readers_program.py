@@ -640,7 +640,8 @@ SAY: dict[str, dict[str, object]] = {
         "lora = LoraConfig(r=8, target_modules=list(all_modules(model)))\n"
         "SFTTrainer(model, args=SFTConfig(max_length=64), peft_config=lora).train()\n": "all-linear",
         # a set is what was put into it and not taken out
-        "names = set()\nnames.add('q_proj')\nnames |= {'k_proj', 'lm_head'}\nnames.remove('lm_head')\nnames.update([])\n"
+        "names = set()\nnames.add('q_proj')\nnames |= {'k_proj', 'lm_head'}\nnames.remove('lm_head')\n"
+        "names.update([])\n"
         "lora = LoraConfig(r=8, target_modules=list(names))\n"
         "SFTTrainer('gpt2', args=SFTConfig(max_length=64), peft_config=lora).train()\n": ("q_proj", "k_proj"),
     },
