@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.contact.staged import Stage
@@ -58,17 +59,27 @@ def facts(device: str) -> dict[str, object]:
     return machine
 
 
+ENDING_S = 20.0
+"""For `plan tune` to end its child and put its trial back."""
+
+
 def _tune(out: Path, device: str, limit_s: float) -> int:
     """The status of `plan tune`, 124 at its limit; its answer lies in `out`."""
     card = ("--gpu", "rtx-4090" if device == "cpu" else "local", "--device", device)
     words = (*TUNED, *card, "--out", str(out.resolve() / "tuned"))
-    with open(out / "log.txt", "ab") as log:
+    command = python_argv("-c", "from finetune_planner import main; main()", *words)
+    environment = {**child_environment(), **OFFLINE}
+    with (
+        open(out / "log.txt", "ab") as log,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment) as child,
+    ):
         try:
-            return subprocess.run(
-                python_argv("-c", "from finetune_planner import main; main()", *words), stdout=log, stderr=log,
-                timeout=limit_s, stdin=subprocess.DEVNULL, env={**child_environment(), **OFFLINE},
-            ).returncode  # fmt: skip
+            return child.wait(limit_s)
         except subprocess.TimeoutExpired:
+            child.terminate()  # it ends what it started, which would keep the card: killed, it could not
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(ENDING_S)
+            child.kill()
             return 124
 
 

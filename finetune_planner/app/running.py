@@ -15,7 +15,7 @@ from finetune_planner.app import machine
 from finetune_planner.app.folders import write_files
 from finetune_planner.app.progress import ProgressLine
 from finetune_planner.app.time_left import TimeIsUp, until
-from planner.core.children import python_argv
+from planner.core.children import ended_by_scheduler, python_argv
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.inputs import read_text
 from planner.core.records import dataclass
@@ -146,7 +146,7 @@ def run_file(
     )
     outcome: Outcome
     try:
-        with until(time.monotonic() + how.limit_s + GRACE_S):
+        with until(time.monotonic() + how.limit_s + GRACE_S), ended_by_scheduler():
             outcome = prober.finish(setup, prober.submit(setup))
     except TimeIsUp:
         message = f"what it needs was not made within {how.limit_s:g} s, or the device was not free"

@@ -1,6 +1,8 @@
 """`plan confirm DIR --run TARGET`: the launch file's own run in the store, in plan.json and in the reports."""
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -89,6 +91,23 @@ def test_a_run_ends_with_its_limit_whatever_it_waits_for(
     assert isinstance(confirmation.outcome, ProbeFailure)
     assert confirmation.outcome.kind is FailureKind.TIMEOUT
     assert not (tmp_path / "s.jsonl").exists()
+
+
+def test_a_run_that_a_scheduler_ends_leaves_no_program_behind(
+    folder: Path, on_a_gpu: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SIGTERM unwinds as Ctrl-C does, past what ends the program, which has a session of its own."""
+    on_a_gpu()
+    killed: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
+    monkeypatch.setattr(FileExecutor, "_run", lambda self, request: os.kill(os.getpid(), signal.SIGTERM))
+    how = running.HowToRun(num_steps=5, limit_s=60.0, store=tmp_path / "s.jsonl")
+    try:
+        with pytest.raises(SystemExit):
+            running.run_target(folder, read_plan_json(folder), "trl", how)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not killed
 
 
 def plan_of(folder: Path) -> Any:
