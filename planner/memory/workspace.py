@@ -11,13 +11,13 @@ from planner.setup import TrainSetup
 
 
 def workspace_bytes(capability: tuple[int, int] | None) -> int:
-    """Bytes of one cuBLAS workspace, by compute capability: 32 MiB on Hopper and Blackwell, else 8,320 KiB
+    """Bytes of one cuBLAS workspace, by compute capability: 32 MiB on Hopper and data-centre Blackwell, else 8,320 KiB
     (`:4096:2:16:8`).
 
-    Source: PyTorch `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize` (older releases: Hopper
-    alone).
+    Source: PyTorch 2.13 `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`; its newest source has
+    32 MiB on RTX 50 too, where an RTX 5090 was measured at 21.91 GiB (benchmarks.streamed_experts, FP1): 21.90 so.
     """
-    return 32 * MIB if capability is not None and capability[0] in (9, 10, 12) else 8320 * KIB
+    return 32 * MIB if capability is not None and capability[0] in (9, 10) else 8320 * KIB
 
 
 def cublas_workspace_bytes(gpu: GpuSpec) -> int:
