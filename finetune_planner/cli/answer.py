@@ -1,6 +1,6 @@
 """From names and requests to a `Workload`, for the command line and for `finetune_planner` alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from planner.setup.packages import absent_packages
 
 if TYPE_CHECKING:
     from planner.models.spec import ModelSpec
-    from planner.samples.dataset import DatasetStats
+    from planner.samples.dataset import DatasetStats, LengthChoice
 
 HERE = Lookup()
 """The catalogue and the cache before the hub."""
@@ -134,11 +134,10 @@ def request_of(
     if request.packing is None:
         request = replace(request, packing=lengths.packing)
     plan_request = request.request()
-    training_data = Data(
-        epoch_tokens=request.dataset_tokens or lengths.epoch_tokens * seqs_per_sample(plan_request.fixed),
-        epoch_seqs=lengths.epoch_seqs,
-        samples_per_seq=lengths.samples_per_seq,
-        real_fractions=lengths.real_fractions,
+    of_lengths = data_of(lengths, plan_request.fixed)
+    training_data = replace(
+        of_lengths,
+        epoch_tokens=request.dataset_tokens or of_lengths.epoch_tokens,
         file=data.dataset or "",
         names=data.names,
         kind=stats.columns,
@@ -147,6 +146,16 @@ def request_of(
         held_out=_held_out(stats, objective, spec, request),
     )
     return replace(plan_request, seq_len=request.seq_len or lengths.seq_len_tokens, data=training_data)
+
+
+def data_of(lengths: "LengthChoice", fixed: Mapping[str, tuple[Any, ...]]) -> Data:
+    """What a plan knows of data of such lengths, of whose samples the options say how many sequences each is."""
+    return Data(
+        epoch_tokens=lengths.epoch_tokens * seqs_per_sample(fixed),
+        epoch_seqs=lengths.epoch_seqs,
+        samples_per_seq=lengths.samples_per_seq,
+        real_fractions=lengths.real_fractions,
+    )
 
 
 def _loss_on(data: DataOptions, stats: "DatasetStats", objective: Objective) -> str:

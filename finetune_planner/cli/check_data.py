@@ -4,11 +4,11 @@ micro-batches get, and what padding and short rows leave of its speed."""
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from os.path import isfile  # Path.is_file raises where a folder is closed to this user, or a name too long
 from pathlib import Path
 
-from finetune_planner.cli.answer import read_data
+from finetune_planner.cli.answer import data_of, read_data
 from finetune_planner.cli.request_options import DataOptions
 from planner.core.errors import ConfigError, UsageError
 from planner.core.inputs import parse_json
@@ -17,10 +17,9 @@ from planner.frameworks.readers import ReadConfig
 from planner.frameworks.readers.loading import read_bounded
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
-from planner.memory.workload import Data, Workload
+from planner.memory.workload import Workload
 from planner.models.encoders import image_tokens
 from planner.models.spec import ModelSpec
-from planner.options.objectives import seqs_per_sample
 from planner.planning.single_changes import Predict
 from planner.planning.useful import useful_fraction
 from planner.samples.dataset import COUNTED, DatasetStats, choose_length
@@ -87,9 +86,9 @@ class OfSamples:
     def __init__(
         self, predict: Predict, stats: DatasetStats, spec: ModelSpec, card: GpuSpec, cluster: Cluster | None
     ) -> None:
-        self._predict, self._stats = predict, stats
+        self._predict, self._stats = cache(predict), stats
         self._spec, self._card, self._cluster = spec, card, cluster
-        self._data = cache(self._data_of)
+        self._lengths = cache(partial(choose_length, stats))
 
     def __call__(self, setup: TrainSetup) -> Prediction:
         """Raises as the prediction does."""
@@ -102,7 +101,7 @@ class OfSamples:
 
     def per_row(self, setup: TrainSetup) -> float:
         """Samples that a packed row holds."""
-        return self._data(setup.seq_len_tokens, True, 1).samples_per_seq
+        return self._lengths(seq_len_tokens=setup.seq_len_tokens, packing=True).samples_per_seq
 
     def less_fraction(self, setup: TrainSetup) -> float:
         """Share of the peak that is not reached where the longest sample, of which that is not sure, is as long as it
@@ -114,17 +113,9 @@ class OfSamples:
         ]
         return 1 - peaks[0] / peaks[1]
 
-    def _data_of(self, seq_len_tokens: int, packing: bool, num_seqs: int) -> Data:
-        choice = choose_length(self._stats, seq_len_tokens=seq_len_tokens, packing=packing)
-        return Data(
-            epoch_tokens=choice.epoch_tokens * num_seqs,
-            epoch_seqs=choice.epoch_seqs,
-            samples_per_seq=choice.samples_per_seq,
-            real_fractions=choice.real_fractions,
-        )
-
     def _workload(self, setup: TrainSetup) -> Workload:
         fixed = {"objective": (setup.objective,), "hard_negatives": (setup.hard_negatives,)}
+        lengths = self._lengths(seq_len_tokens=setup.seq_len_tokens, packing=setup.packing)
         return Workload(
             model=self._spec,
             gpu=self._card,
@@ -134,7 +125,7 @@ class OfSamples:
             seq_len_tokens=setup.seq_len_tokens,
             global_batch_seqs=setup.global_batch_seqs,
             fixed=fixed,
-            data=self._data(setup.seq_len_tokens, setup.packing, seqs_per_sample(fixed)),
+            data=data_of(lengths, fixed),
         )
 
     def note(self, setup: TrainSetup, name: str) -> str:

@@ -1,6 +1,7 @@
 """Single changes to a setup that keep its effective batch: what is tried to make it fit, or faster."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 from planner.core.errors import SetupError
 from planner.hardware.gpu import GpuSpec
@@ -142,7 +143,7 @@ def enough_alone(
 ) -> tuple[str, ...]:
     """The single changes that make a setup fit which does not: those that leave the training as it is first, the
     fastest first."""
-    enough = []
+    enough, predict = [], cache(predict)  # each speed is over that of one setup
     for label, other, changes_training in single_changes(setup, gpu, model):
         after = predict(other)
         if after.peak_device_bytes <= budget_bytes:
@@ -193,7 +194,7 @@ def _batches(setup: TrainSetup) -> list[Tried]:
 
 def speedup(model: ModelSpec, before: TrainSetup, after: TrainSetup, predict: Predict) -> float:
     """Tokens/s after over before (1.0 where unknown), of full micro-batches or of those whose samples differ in length,
-    whichever gains less: nothing here says which the data make."""
+    whichever gains less: nothing here says which the data make, unless `predict` is one of known samples."""
     full = before, after
     uneven = tuple(padded(model, setup) or setup for setup in full)
     speeds = [[predict(setup).tokens_per_s or 0.0 for setup in pair] for pair in dict.fromkeys((full, uneven))]
