@@ -21,7 +21,7 @@ Quantity = Literal["allocated", "reserved", "device", "tokens_per_s"]
 
 OWN = "measured_own.jsonl"
 SINGLE_GPU = ("measured_single_gpu.jsonl", "measured_published.jsonl", OWN)
-"""Collected runs, two estimators' own, and this project's (`tools/import_own_runs.py`)."""
+"""Collected runs, two estimators' own, and this project's."""
 SEVERAL_GPUS = ("measured_multi_gpu.jsonl",)
 STACK_OF = {
     "fms-acceleration": "fms-acceleration",

@@ -113,3 +113,9 @@ def test_a_neighbour_that_runs_out_of_memory_is_not_ours(tmp_path: Path, monkeyp
     assert oom_kill_count() == 2
     monkeypatch.setattr(failures, "COUNTERS", (str(tmp_path / "none"),))
     assert oom_kill_count() == 0
+
+
+def test_what_cudnn_says_on_a_full_device_is_out_of_memory() -> None:
+    error = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
+    assert classify_exception(error, lambda: True)[0] is FailureKind.OUT_OF_MEMORY
+    assert classify_exception(error, lambda: False)[0] is FailureKind.CRASHED

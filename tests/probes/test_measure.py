@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.core.units import GIB, MIB
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES
 from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
@@ -314,3 +315,10 @@ def test_cpu_meter_counts_blocks_of_512_bytes_per_phase() -> None:
 
 def test_copy_bandwidth_is_of_this_machine() -> None:
     assert SLOWEST_COPY_BYTES_PER_S < microbench.free_copy_rate("cpu") < 1e13
+
+
+def test_a_stand_in_card_holds_its_own_context() -> None:
+    """Before: 0.17 of an H200 were the allocator's, and a 4090's 23.51 GiB include the context."""
+    limits = Limits(memory_bytes=int(23.51 * GIB))
+    assert limits.allocator_bytes == int(23.51 * GIB) - 512 * MIB
+    assert Limits().allocator_bytes is None

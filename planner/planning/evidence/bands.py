@@ -179,7 +179,7 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
 TRAINERS = ("trl", "hf", "sentence-transformers")
 """Stacks that are one Trainer: their published runs are one kind. sentence-transformers' is transformers' own around
 another loss: traced, 0.3 to 0.5 % above the dry run (docs/objectives.md). Axolotl 0.21's and LLaMA-Factory 0.9.5's own
-steps, traced (Qwen2.5-7B, LoRA and QLoRA, `python -m benchmarks.check_vs_trace --tool ...`): bytes 0.0 to 0.2 % above
+steps, traced (Qwen2.5-7B, LoRA and QLoRA, benchmarks/check_vs_trace.py of 00bc1b5f): bytes 0.0 to 0.2 % above
 the formula, tokens/s -4.5 to +7.5 % beside it, so that their speed has TRL's band."""
 ONE_PROGRAM = {"torchtune-whole-loss": "torchtune", "torchtune-in-bwd": "torchtune", "ms-swift-cut-loss": "ms-swift"}
 """Stacks that differ in memory alone from another of the same program, whose runs' speed is theirs too."""
