@@ -1,9 +1,14 @@
-"""Raw configurations of published models with eyes, for `benchmarks.images` and the tests: what their classes' defaults
-do not say."""
+"""Raw configurations of published models with eyes, for `benchmarks.frozen` and the tests: what their classes' defaults
+do not say; and setups that train them on pictures."""
 
 from typing import Any
 
 from planner.models import catalogue
+from planner.models.encoders import image_tokens, with_vision
+from planner.models.families import spec_from_config
+from planner.models.spec import ModelSpec
+from planner.options.images import Images, with_text
+from planner.setup import TrainSetup
 
 
 def _config(model_type: str, built_class: str, **fields: Any) -> dict[str, Any]:
@@ -161,3 +166,31 @@ def _grown(config: dict[str, Any], text: dict[str, Any], vision: dict[str, Any])
         "text_config": {**config["text_config"], **text, **untied},
         "vision_config": {**config["vision_config"], **vision},
     }
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "lora attention": {"lora_targets": "attention"},
+    "lora, no checkpointing": {"checkpointing": 0},
+    "qlora": {"method": "qlora", "quantization": "nf4-double"},
+    "full": {"method": "full", "lora_rank": 0, "precision": "bf16-pure"},
+}
+
+
+def spec_of(name: str, config: dict[str, Any]) -> ModelSpec:
+    """The model with its vision encoder, the catalogue's where it has this configuration."""
+    for owner in ("google", "Qwen"):
+        listed = catalogue.load(f"{owner}/{name}")
+        if listed is not None and listed.config == config:
+            return with_vision(listed)
+    return with_vision(spec_from_config(config, model_id=name, source="benchmarks"))
+
+
+def setup_of(model: ModelSpec, fields: dict[str, Any], case: tuple[int, int, int, int]) -> TrainSetup:
+    """A setup with room for text beside its pictures. Case: pictures of a sample, their side in pixels, micro-batch,
+    accumulation."""
+    num, side, micro, steps = case
+    images = Images(num=num, width=side, height=side)
+    length = max(1024, with_text(image_tokens(model, images)))
+    sizes = {"micro_batch_seqs": micro, "accumulation_steps": steps, "seq_len_tokens": length}
+    return TrainSetup(**fields, loss="chunked", images=images, **sizes)

@@ -1,19 +1,15 @@
-"""What several benchmarks share: files of rows, tables within a page, errors as cells, dry runs of points."""
+"""What several benchmarks share: files of rows, tables within a page, errors as cells."""
 
 import gzip
 import json
 import math
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.setup import TrainSetup
-from planner.setup.interchange import setup_to_dict
 
 DATA = Path(__file__).resolve().parent / "data"
 DOCS = DATA.parents[1] / "docs"
@@ -74,57 +70,3 @@ def error_table(group: str, errors: Mapping[str, Sequence[float]], digits: int =
         cells = " | ".join(f"{share:.{digits}f} %" for share in shares)
         lines.append(f"| {name} | {len(values)} | {cells} | {100 * statistics.fmean(values):+.{digits}f} % |")
     return [*lines, ""]
-
-
-ENDS = ("failure", "dry_run_failure", "phase", "dry_run_phase")
-Head = dict[str, str]
-"""What a point's row begins with: `model`, and `gpu` where points are of several cards."""
-
-
-def dry_run_row(model: str, capability: tuple[int, int], setup: TrainSetup, least_bytes: int) -> dict[str, Any]:
-    """A dry run: allocated peaks by phase and what was alive at each (from `least_bytes` on), or its failure."""
-    from probes.dryrun import DryRunReport, report_for_config
-
-    report = report_for_config(loaded(model).config, capability, setup)
-    if not isinstance(report, DryRunReport):
-        return {"failure": report.message}
-    prediction = report.prediction
-    return {
-        "elapsed_s": round(report.elapsed_s, 3),
-        "phases": dict(prediction.phase_peaks_bytes),
-        "allocated": prediction.peak_allocated_bytes,
-        "reserved": prediction.peak_reserved_bytes,
-        "phase": prediction.peak_phase,
-        "groups": {
-            phase: {f"{category}: {name}": size for (category, name), size in groups.items() if size >= least_bytes}
-            for phase, groups in report.phase_groups.items()
-        },
-        "kernels": dict(report.kernels),
-    }
-
-
-def collect(
-    path: Path, limit: int, points: Iterable[tuple[Head, TrainSetup]], measure: Callable[..., dict[str, Any]]
-) -> None:
-    """Adds points to a file until it has so many: a row each, its head, its setup and what `measure(**head, setup=...)`
-    says. Points that are there are skipped, so that a run can be stopped and taken up again."""
-
-    def key(row: Mapping[str, Any]) -> str:
-        return json.dumps([row["model"], row.get("gpu"), row["setup"]], sort_keys=True)
-
-    done = {key(row) for row in rows_so_far(path)}
-    with path.open("a", encoding="utf-8") as file:
-        for head, setup in points:
-            if len(done) >= limit:
-                return
-            row: dict[str, Any] = {**head, "setup": setup_to_dict(setup)}
-            if key(row) in done:
-                continue
-            done.add(key(row))
-            started = time.perf_counter()
-            row |= measure(**head, setup=setup)
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            outcome = next(str(row[name]) for name in ENDS if name in row)[:150]
-            print(f"{len(done):5} {time.perf_counter() - started:5.1f} s {' '.join(head.values()):45} {outcome}",
-                  file=sys.stderr)  # fmt: skip

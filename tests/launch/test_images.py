@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.image_models import configs
-from benchmarks.images import METHODS, setup_of, spec_of
+from benchmarks.image_models import METHODS, configs, setup_of, spec_of
 from finetune_planner.cli.app import run
 from planner.frameworks.exporters import EXPORTERS, ExportRequest
 from planner.frameworks.hyperparameters import choose

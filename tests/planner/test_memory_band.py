@@ -1,10 +1,8 @@
 """The formula's memory band is wider where it was seen to err more."""
 
 from dataclasses import replace
-from pathlib import Path
 
-from benchmarks.layout_formula_vs_dryrun import formula
-from benchmarks.shared import rows_of
+from benchmarks import frozen
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.evidence.bands import (
@@ -19,10 +17,7 @@ from planner.planning.evidence.bands import (
 )
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
-from planner.setup.interchange import setup_from_dict
 from tests.planner.helpers import loaded
-
-RECORDED = Path(__file__).parents[2] / "benchmarks/data/spread_dry_runs.jsonl"
 
 
 def test_band_widens_where_the_comparison_does() -> None:
@@ -80,11 +75,10 @@ def test_several_gpus_widen_the_band_by_what_followed_their_engine() -> None:
 def test_the_bands_of_several_gpus_hold_the_dry_runs_of_their_ranks() -> None:
     """All but 5 % of the recorded points, FSDP2 in groups among them, lie within what several GPUs add and 1 %."""
     errors: dict[str, list[float]] = {}
-    for row in rows_of(RECORDED):
-        setup = setup_from_dict(row["setup"])
-        if setup.parallel in LAYOUT_BANDS and setup.offload == "none":
-            error = formula(row["model"], setup).peak_allocated_bytes / row["allocated"] - 1
-            errors.setdefault(setup.parallel, []).append(abs(error))
+    for point in frozen.points("ranks"):
+        if point.setup.parallel in LAYOUT_BANDS and point.setup.offload == "none":
+            error = frozen.formula(point).peak_allocated_bytes / point.measured["allocated"] - 1
+            errors.setdefault(point.setup.parallel, []).append(abs(error))
     assert {name: len(deviations) for name, deviations in errors.items()} == {"ddp": 71, "fsdp2": 165}
     for name, deviations in errors.items():
         assert sum(error > LAYOUT_BANDS[name] + 0.01 for error in deviations) <= 0.05 * len(deviations)

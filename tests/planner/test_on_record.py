@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.oracle import frozen
+from benchmarks import frozen
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import rank_memories
 from planner.models import catalogue
@@ -54,8 +54,10 @@ NUM_LAYOUT = 2 * len(LAYOUTS) + 1
 
 def points() -> list[tuple[str, str, str, TrainSetup]]:
     """(group, model, GPU, setup): random ones of every model type; one model and a mixture over eight GPUs."""
-    rows = frozen()[::EVERY]
-    sampled = [(row["model_type"], row["model"], row["gpu"], setup_from_dict(row["setup"])) for row in rows]
+    sampled = [
+        (frozen.model_of(row["model"]).model_type, row["model"], row["gpu"], setup_from_dict(row["setup"]))
+        for row in frozen.rows("grid")[::EVERY]
+    ]
     for gpu in ("a100-80gb", "rtx-4090"):
         for layout in LAYOUTS:
             setup = TrainSetup(**layout, micro_batch_seqs=2, seq_len_tokens=2048)

@@ -1,14 +1,13 @@
 """Ranks that keep a part of the states: the profiles that ship beside each engine's closed forms, against frozen dry
 runs, and a walk's figures beside a setup's own."""
 
-import json
 import random
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from benchmarks import frozen
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import memory_of, predict_memory
@@ -20,25 +19,22 @@ from planner.planning.decision.results import Limits
 from planner.planning.evidence.bands import memory_band, profile_band
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
-from planner.setup.interchange import setup_from_dict
 from tests.planner.helpers import loaded, plan_request
 
 GPU = find_gpu("a100-80gb")
-FROZEN = Path("benchmarks/data/spread_dry_runs.jsonl")
 LLAMA = "meta-llama/llama-3.1-8b"
 
 
 @pytest.mark.parametrize(("parallel", "median", "worst"), [("fsdp2", 2e-4, 0.015), ("zero1", 2e-4, 0.03)])
 def test_shipped_profiles_are_the_frozen_dry_runs(parallel: str, median: float, worst: float) -> None:
     errors, formula = [], []
-    for row in map(json.loads, FROZEN.read_text().splitlines()):
-        if row["setup"]["parallel"] != parallel or "allocated" not in row:
+    for model, gpu, setup, measured, *_ in frozen.points("ranks"):
+        if setup.parallel != parallel:
             continue
-        model, setup = loaded(row["model"]), setup_from_dict(row["setup"])
-        breakdown = memory_of(model, GPU, setup)[0].breakdown
+        breakdown = memory_of(model, gpu, setup)[0].breakdown
         if breakdown.profiled:
-            errors.append(abs(breakdown.peak_allocated_bytes / row["allocated"] - 1))
-            formula.append(abs(predict_memory(model, GPU, setup).peak_allocated_bytes / row["allocated"] - 1))
+            errors.append(abs(breakdown.peak_allocated_bytes / measured["allocated"] - 1))
+            formula.append(abs(predict_memory(model, gpu, setup).peak_allocated_bytes / measured["allocated"] - 1))
     assert len(errors) > 10
     assert statistics.median(errors) < min(median, statistics.median(formula) / 3)
     assert max(errors) < worst

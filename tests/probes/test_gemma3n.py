@@ -1,7 +1,6 @@
 """Gemma 3n: what its encoder of convolutions keeps is what timm's keeps, a picture becomes what its processor makes of
 it, and the formula agrees with the dry run."""
 
-import json
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,8 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.image_models import configs
-from benchmarks.images import METHODS, OUT, setup_of, spec_of
+from benchmarks import frozen
+from benchmarks.image_models import METHODS, configs, setup_of, spec_of
 from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
 from planner.memory.dtypes import SIZE_BYTES
@@ -38,7 +37,7 @@ from tests.probes.dryrun_small import reported
 from tests.whole import some
 
 TOLERANCE = 0.03
-"""The worst of benchmarks/data/images.jsonl's Gemma 3n is 1.9 %."""
+"""The worst Gemma 3n of the frozen dry runs is 1.9 %."""
 SMALL, LARGE = "gemma-3n-E2B-it", "gemma-3n-E4B-it"
 SMALL_TOLERANCE = 0.15
 """Of a quarter of the width, where what stands around the layers, which is not counted, is more of the whole: the worst
@@ -48,7 +47,7 @@ WITH_TIMM = pytest.mark.skipif(
     not TIMM.is_dir() and find_spec("timm") is None, reason="timm is not installed (setup.sh does)"
 )
 CARD = find_gpu("h100-sxm")
-RECORDED = [row for row in map(json.loads, OUT.read_text().splitlines()) if row["model"] in (SMALL, LARGE)]
+RECORDED = [row for row in frozen.rows("pictures") if row["model"] in (SMALL, LARGE)]
 PARAMS = {SMALL: 5_418_464_192, LARGE: 7_818_517_072}
 """The published checkpoints hold as many more as keys and values of the layers that share another's: 20,974,080 and
 31,461,120, which transformers 5.23 does not build."""
@@ -74,11 +73,9 @@ def test_what_ships_counts_what_transformers_builds_with_timms_tower(name: str) 
 
 def test_formula_agrees_with_the_recorded_dry_runs() -> None:
     assert len(RECORDED) == 16
-    for row in RECORDED:
-        model = spec_of(row["model"], raw(row["model"]))
-        setup = setup_of(model, METHODS[row["method"]], tuple(row["case"]))
-        peak_bytes = predict_memory(model, CARD, setup).peak_allocated_bytes
-        assert peak_bytes == pytest.approx(row["dry_run"], rel=TOLERANCE), row
+    for point in map(frozen.point_of, RECORDED):
+        peak_bytes = predict_memory(point.model, CARD, point.setup).peak_allocated_bytes
+        assert peak_bytes == pytest.approx(point.measured["allocated"], rel=TOLERANCE), point.setup
 
 
 def test_a_picture_becomes_what_its_processor_makes_of_it(tmp_path: Path) -> None:

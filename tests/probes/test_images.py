@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.image_models import LISTED, configs
-from benchmarks.images import METHODS, setup_of, spec_of
+from benchmarks.image_models import LISTED, METHODS, configs, setup_of, spec_of
 from planner.core.errors import SetupError
 from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import missing_kernels

@@ -64,7 +64,7 @@ class Fsdp2(Engine):
 
     Source: accelerate 1.15 `fsdp2_prepare_model`; `_gathered` and `_gradients` for what lives when.
     Not counted: the separate pools of the communication streams (in the allocator's gap).
-    Measured: against 50 dry runs of Accelerate's own preparation (benchmarks/layout_formula_vs_dryrun.py, seed 7,
+    Measured: against 50 dry runs of Accelerate's own preparation (layout_formula_vs_dryrun.py of 00bc1b5f, seed 7,
     21 November 2026): median error 0.1 %, worst 2.4 %.
     """
 
