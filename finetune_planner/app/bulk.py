@@ -155,25 +155,6 @@ def write_rows(config: Config, rows: list[Row], grid: Grid, folder: Path) -> int
     return len(rows)
 
 
-def read_table(folder: Path) -> Iterator[tuple[str, list[Row]]]:
-    """(model, its rows) of the files that `write_rows` wrote to a folder, by name; where several grids hold a plan, the
-    last written.
-
-    Raises:
-        UsageError: there are none. EnvironmentProblem: no pyarrow.
-    """
-    parquet = _parquet()
-    models: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime_ns):
-        models.setdefault(path.name.rsplit(".", 2)[0], []).append(path)
-    if not models:
-        raise UsageError(f"no table in {folder}", hint=f"write one first: plan table --out {folder}")
-    for _, paths in sorted(models.items()):
-        rows = [row for path in paths for row in parquet.read_table(path).to_pylist()]
-        latest = {(row["gpu"], row["seq_len_tokens"], row["method"]): row for row in rows}
-        yield rows[0]["model"], list(latest.values())
-
-
 def rows_of(config: Config, grid: Grid) -> Iterator[Row]:
     """A row for each card, length and method. What cannot be planned has its reason under `problem`."""
     try:

@@ -220,9 +220,7 @@ def _fixed(
     helps = bool(improved.labels) and improved.verdict is not Verdict.DOES_NOT_FIT
     try:
         if helps and not improved.needs_new_file:
-            start_file, words = config.through or (file, request.arguments)
-            asked_for = replace(request, arguments=words)
-            fixed = Fixing(start_file, config, improved, spec, card=result.gpu, request=asked_for).fixed()
+            fixed = Fixing(file, config, improved, spec, card=result.gpu, request=request).fixed()
     except ConfigError as error:
         refused = error.message
     targets = {

@@ -47,10 +47,11 @@ from planner.planning.plan import Plan
 from planner.planning.space import dimension_values
 from planner.samples.dataset import DatasetStats
 from planner.setup import TrainSetup
-from reports.ui import FIRST_MODEL, grid_name, grid_script, page, table_site
+from reports.ui import grid_name, grid_script, page
 
 HOST = "127.0.0.1"
 FIRST_GPU = "rtx-4090"
+FIRST_MODEL = "meta-llama/Llama-3.1-8B"
 STATIC_GPUS = ("t4", "rtx-3060", "rtx-3090", "rtx-4090", "l4", "a100-80gb", "h100-sxm", "h200")
 """Cards of a static site where none is named."""
 MAX_CONNECTIONS = 32
@@ -77,26 +78,12 @@ def ui(
     static: Annotated[
         Path | None, typer.Option(help="Write the page with its figures to this directory; no server.")
     ] = None,
-    table_folder: Annotated[
-        Path | None, typer.Option("--table", help="With --static: the page of what `plan table` wrote here.")
-    ] = None,
 ) -> None:
     """A page on this machine: say what you call the model, find its fastest setup, move the sliders, see memory, speed,
     time and cost, take the launch files.
 
     It listens on 127.0.0.1 alone, until Ctrl-C.
     """
-    if table_folder is not None:
-        if static is None or model or gpu or data.dataset:
-            raise UsageError("--table is the page of a whole table", hint="plan ui --static DIR --table TABLE")
-        from finetune_planner.app.bulk import read_table  # late: with pyarrow
-
-        for name, text in table_site(
-            read_table(table_folder), {card.key: card for card in table.all_gpus()}, __version__
-        ):
-            write_text(static / name, text, inside=static)
-        print(f"wrote {static / 'index.html'}", file=sys.stderr)
-        return
     plan_request = RequestOptions(global_batch=positive("global-batch", global_batch), headroom=headroom)
     shelf = Catalog(model, gpu, plan_request=plan_request, data=data.checked(), all_gpus=static is None)
     if static is not None:

@@ -16,7 +16,6 @@ _FP4 = (
 )
 _OTHER_UPDATE = "changes what is optimized: its memory and its learning rates are not AdamW's, and no run was compared"
 _EIGHT_BIT = "adamw-8bit or paged-adamw-8bit"
-_TORCHTUNE = "torchtune-in-bwd"
 _NF4 = "nf4-double, or int8"
 
 _ROWS: Mapping[str, tuple[str, str]] = {
@@ -27,9 +26,12 @@ _ROWS: Mapping[str, tuple[str, str]] = {
     "galore apollo q-galore": (f"it {_OTHER_UPDATE}", f"{_EIGHT_BIT}, or --method lora"),
     "lomo adalomo": (
         "it steps inside the backward and so has neither accumulation nor gradient clipping, which every plan has",
-        f"{_EIGHT_BIT}; --target {_TORCHTUNE}",
+        f"{_EIGHT_BIT}, or --method lora",
     ),
-    "optimizer-in-backward": ("it is a launch target of one program's", f"--target {_TORCHTUNE}"),
+    "optimizer-in-backward torchtune-in-bwd": (
+        "nothing accumulates or is clipped with it; `plan check` reads and predicts torchtune's optimizer_in_bwd",
+        f"{_EIGHT_BIT}, or --method lora",
+    ),
     "adamw-torchao-8bit adamw-torchao-4bit torchao-adamw-8bit ao-adamw-8bit": (
         "it steps through torch.compile, which nothing here runs; its 8-bit states take the bytes of adamw-8bit's; of "
         "16-bit DTensors it fails (torchao 0.18, PyTorch 2.13: pytorch/ao pull 4216), and on a CPU it takes 30 "
@@ -58,12 +60,7 @@ _ROWS: Mapping[str, tuple[str, str]] = {
         "files",
         "--target trl with --parallel fsdp2, --tensor-degree, --pipeline-degree or --expert-degree",
     ),
-    "torchtune": (
-        "of its recipes one alone is written, full fine-tuning on one GPU with the optimizer in the backward; `plan "
-        "check` reads and predicts its own",
-        f"--target {_TORCHTUNE}, or trl, hf, axolotl or llamafactory",
-    ),
-    "litgpt ms-swift swift": (
+    "torchtune litgpt ms-swift swift": (
         "no file is written for it; `plan check` reads and predicts its own",
         "--target trl, hf, axolotl or llamafactory",
     ),

@@ -488,7 +488,6 @@ TARGET_ROWS: Mapping[str, TargetRow] = {
     "deepspeed": TargetRow(title="DeepSpeed", objectives=_SUPERVISED),
     "mlx": TargetRow(title="MLX-LM", objectives=_SUPERVISED, kernels=("eager",)),
     "loggetta": TargetRow(title="Loggetta", objectives=_SUPERVISED, kernels=("eager",)),
-    "torchtune-in-bwd": TargetRow(title="torchtune", objectives=_SUPERVISED, kernels=("eager",)),
     "torchtitan": TargetRow(title="torchtitan", objectives=_SUPERVISED, kernels=("eager",)),
     **{name: TargetRow(**row) for name, row in plugins.loaded("targets")},
 }

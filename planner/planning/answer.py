@@ -22,7 +22,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_linears
 from planner.options.kernels import KERNELS
-from planner.planning.decision.alternatives import alternatives, in_backward, other_classes, refusal
+from planner.planning.decision.alternatives import alternatives, other_classes, refusal
 from planner.planning.decision.candidates import Ranked, candidate
 from planner.planning.decision.choosing import choose, choose_alone
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
@@ -345,11 +345,7 @@ def _in_the_host(workload: Workload, planning: _Planning) -> Plan | None:
             continue
         if walked := planning._replace(explained=True).walk_fitting(replace(workload, fixed={**fixed, **more})):
             plan = _plan(walked, [risk("nothing fits on the card alone: states lie in its host")])
-            if more:
-                others = in_backward(workload, plan.chosen, planning.cache)
-                eight = [f"{remedy.action.partition(':')[0]} has 8-bit ones" for remedy in others]
-                plan = replace(plan, notes=(measured("; ".join((stateless, *eight))), *plan.notes))
-            return plan
+            return replace(plan, notes=(measured(stateless), *plan.notes)) if more else plan
     return None
 
 

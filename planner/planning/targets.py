@@ -43,7 +43,6 @@ def compare_targets(workload: Workload) -> list[TargetChoice]:
     apart = dict.fromkeys(LAUNCHERS, workload.num_gpus == 1) | {  # which start another's program
         "mlx": workload.gpu.vendor != "Apple",
         "loggetta": not has_expert_stacks(workload.model),
-        "torchtune-in-bwd": workload.fixed.get("method") != ("full",),
     }
     names = [name for name in workload.objective_spec.targets if not apart.get(name)]
     return sorted((_choice(workload, name) for name in names), key=lambda row: -(row.tokens_per_s or 0.0))

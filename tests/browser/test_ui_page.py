@@ -18,7 +18,6 @@ from planner.planning.answer import plan_workload
 from planner.planning.plan import Plan
 from planner.planning.plan_request import PlanRequest
 from tests.browser.conftest import Browser, contrast
-from tests.whole import some
 
 pytestmark = pytest.mark.processes
 
@@ -183,28 +182,3 @@ def test_a_phone_shows_all_of_it_with_enough_contrast(browser: Browser, site: Pa
     assert pairs
     for ink, page in pairs:
         assert contrast(ink, page) >= 4.5, (ink, page)
-
-
-@pytest.mark.parametrize("width", some([420, 1280], 2))
-def test_the_page_of_a_table_answers_for_its_models(width: int, browser: Browser, tmp_path: Path) -> None:
-    table, space = str(tmp_path / "table"), tmp_path / "space"
-    words = ["table", "--match", "gpt2-", "--gpus", "t4,a100-80gb", "--seq-lens", "512,1024", "--out", table]
-    words += ["--methods", "lora,qlora"]
-    assert run(words) == 0
-    assert run(["ui", "--static", str(space), "--table", table]) == 0
-    assert (space / "README.md").read_text().startswith("---\ntitle:")
-    browser.open(space / "index.html", width=width)
-    change(browser, "model", "gpt2 xl")
-    browser.wait("document.getElementById('verdict').textContent.startsWith('openai-community/gpt2-xl')")
-    change(browser, "length", "1024")
-    change(browser, "method", "lora")
-    assert text(browser, "verdict").endswith("2 of 2 GPUs fit.")
-    spec = catalogue.load("openai-community/gpt2-xl")
-    for key, shown in zip(("t4", "a100-80gb"), browser.all("#rows tr", "e.innerText"), strict=True):
-        answer = plan_workload(PlanRequest(fixed={"method": ("lora",)}, seq_len=1024).workload(spec, find_gpu(key)))
-        assert find_gpu(key).name in shown
-        assert f"{round(answer.subject.tokens_per_s):,}" in shown
-    change(browser, "model", "no such model")
-    assert "No model" in text(browser, "verdict")
-    assert browser.js("return document.documentElement.scrollWidth") <= width
-    assert browser.problems() == []

@@ -140,8 +140,7 @@ def test_a_headers_command_is_one_line_that_a_shell_takes() -> None:
         "deepspeed",
         "loggetta",
         "torchtitan",
-        "torchtune-in-bwd",
-    }  # JSON has no comments; torchtitan has no Qwen2.5, Loggetta takes mixtures, torchtune's whole models in one step
+    }  # JSON has no comments; torchtitan has no Qwen2.5, Loggetta takes mixtures
 
 
 def test_the_first_files_do_what_the_plan_says(tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ PAIRED = {
 
 def cases() -> list[Case]:
     """A form of data and a target for every model on every card; MLX-LM, which takes one vendor's, beside them
-    (Loggetta takes mixtures alone, torchtune whole models: test_streamed_experts.py, test_in_backward.py)."""
+    (Loggetta takes mixtures alone: test_streamed_experts.py)."""
     data, models = list(FORMATS), list(SPOKEN)
-    targets = [name for name in TARGET_ROWS if name not in ("mlx", "loggetta", "torchtune-in-bwd")]
+    targets = [name for name in TARGET_ROWS if name not in ("mlx", "loggetta")]
     combinations = [
         Case(typed, card, data[(at + by) % len(data)], targets[(at + 2 * by) % len(targets)])
         for at, typed in enumerate(models)

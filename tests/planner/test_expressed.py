@@ -47,7 +47,7 @@ def plan_request(name: str, gpu: str, *targets: str, num_gpus: int = 1, **fixed:
     )
 
 
-NONE = {"torchtitan": 0, "loggetta": 0, "torchtune-in-bwd": 0, "mlx": 50}
+NONE = {"torchtitan": 0, "loggetta": 0, "mlx": 50}
 """Targets of few models, or of mixtures alone -> setups that they run of no model in particular."""
 
 

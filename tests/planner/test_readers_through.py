@@ -1,4 +1,4 @@
-"""Settings of a program are read through the program of their project that takes them, and by no other."""
+"""Programs that load their settings through helpers of their own, and settings in their own words."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 
 from planner.core.errors import NotPlanned
 from planner.frameworks.readers import FileContext, ReadConfig, read_config, read_text
-from planner.frameworks.readers.consumer import programs
 from tests.planner.helpers import open_fields, says
 
 SETTINGS = """
@@ -44,42 +43,6 @@ def project(folder: Path, load: str, document: str = "", settings: str = SETTING
     return folder / "conf" / "small.yaml"
 
 
-LAUNCHES = {
-    "a default of the program": (NAMED, ""),
-    "a launch in a document": (
-        OPTION.format(flag="--recipe-file", name="recipe_file"),
-        "Run it:\n\n```bash\nCUDA_VISIBLE_DEVICES=0 python code/tune.py --recipe-file conf/small.yaml | tee log\n```\n",
-    ),
-    "over two lines, with an equals sign": (
-        OPTION.format(flag="--params", name="params"),
-        "$ torchrun --nproc_per_node 1 code/tune.py \\\n    --params=conf/small.yaml\n",
-    ),
-    "as a module": (
-        OPTION.format(flag="settings", name="settings").replace(", required=True", ""),
-        "`python -m code.tune conf/small.yaml`\n",
-    ),
-    "of another file of its folder": (
-        OPTION.format(flag="--job", name="job"),
-        "python code/tune.py --job conf/large.yaml\n",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", LAUNCHES)
-def test_settings_are_read_through_the_program_that_takes_them(case: str, tmp_path: Path) -> None:
-    load, document = LAUNCHES[case]
-    file = project(tmp_path, load, document)
-    (tmp_path / "conf" / "large.yaml").write_text("x: 1", "utf-8")
-    config = read_config(file)
-    assert config.format == "hf-script"
-    assert config.through is not None
-    assert not config.missing
-    assert config.setup.loss == "chunked"  # TRL's, where the file alone says nothing of it
-    assert (config.setup.micro_batch_seqs, config.setup.lora_targets) == (2, ("q_proj", "v_proj"))
-    assert config.origins["micro_batch_seqs"].startswith("conf/small.yaml:")
-    assert any(assumption.startswith("read through tune.py") for assumption in config.assumptions)
-
-
 LOADS = {
     "extended": "def load(path):\n    one = yaml.safe_load(Path(path).open())\n    if 'parent' in one:\n"
     "        one = merged(load(Path(path).parent / one.pop('parent')), one)\n    return one\n"
@@ -100,40 +63,9 @@ def test_settings_are_followed_through_helpers_that_call_themselves(case: str, t
     settings = SETTINGS.replace("gradient_accumulation_steps: 4, ", "") if case == "extended" else SETTINGS
     file = project(tmp_path, LOADS[case], settings=f"parent: base.yaml\n{settings}" if case == "extended" else settings)
     (file.parent / "base.yaml").write_text("training: {gradient_accumulation_steps: 4}", "utf-8")
-    config = read_config(file)
-    assert config.through is not None
+    config = read_config(tmp_path / "code" / "tune.py")
     assert not config.missing
     assert (config.setup.accumulation_steps, config.setup.seq_len_tokens) == (4, 512)
-
-
-OTHERS = {
-    "another file is read": ("cfg = yaml.safe_load(open('conf/other.yaml'))  # not conf/small.yaml", ""),
-    "it only looks at it": ("print(yaml.safe_load(open('conf/small.yaml')))\nraise SystemExit(0)", ""),
-    "nobody names it": (OPTION.format(flag="--c", name="c"), "python code/tune.py --c elsewhere/small.json\n"),
-}
-
-
-@pytest.mark.parametrize("case", OTHERS)
-def test_settings_stay_by_themselves_where_no_program_takes_them(case: str, tmp_path: Path) -> None:
-    file = project(tmp_path, *OTHERS[case])
-    (tmp_path / "conf" / "other.yaml").write_text(SETTINGS, "utf-8")
-    config = read_config(file)
-    assert (config.format, config.through) == ("own settings", None)
-
-
-def test_settings_that_two_programs_take_otherwise_stay_by_themselves(tmp_path: Path) -> None:
-    file = project(tmp_path, NAMED)
-    other = TRAINS.replace("{load}", NAMED).replace('SFTConfig("out", ', 'SFTConfig("out", packing=True, ')
-    (tmp_path / "code" / "again.py").write_text(other, "utf-8")
-    assert len({program for _, program, _ in programs(file)}) == 2
-    assert read_config(file).format == "own settings"
-
-
-def test_a_tools_own_file_is_read_by_the_tools_rules(tmp_path: Path) -> None:
-    file = project(tmp_path, NAMED, settings="base_model: Qwen/Qwen3-0.6B\nsequence_len: 512\nmicro_batch_size: 2\n"
-                   "gradient_accumulation_steps: 1\nadapter: lora\nlora_r: 8\nlora_target_linear: true\n"
-                   "datasets: [{path: x, type: alpaca}]\n")  # fmt: skip
-    assert read_config(file).format == "axolotl"
 
 
 def own(text: str) -> ReadConfig:
@@ -290,15 +222,6 @@ def test_options_by_their_place_are_those_of_the_command_line(words: str, given:
         says(config, "model_id micro_batch_seqs", ("Qwen/Qwen3-0.6B", 3))
     else:
         assert "micro_batch_seqs" in open_fields(config)
-
-
-def test_settings_of_a_program_whose_training_is_not_planned_are_refused_as_it_is(tmp_path: Path) -> None:
-    file = project(tmp_path, NAMED)
-    loop = "model = AutoModel.from_pretrained('x')\nfor b in c:\n    model(b).loss.backward()\n"
-    (tmp_path / "code" / "tune.py").write_text(f"from transformers import AutoModel\n{loop}", "utf-8")
-    (tmp_path / "run.sh").write_text("python code/tune.py --c conf/small.yaml\n", "utf-8")
-    with pytest.raises(NotPlanned, match=r"small\.yaml is the settings of tune\.py"):
-        read_config(file)
 
 
 def test_a_program_that_is_launched_with_a_sibling_alone_may_not_train_this_file(tmp_path: Path) -> None:

@@ -134,11 +134,6 @@ WARMUP: dict[str, Fact] = {"warmup_steps": attrgetter("asked.hyper.warmup_fracti
 OF_ONE_FILE: dict[str, dict[str, Fact]] = {
     **dict.fromkeys(("trl", "hf", "unsloth"), WARMUP),
     "llamafactory": {"prompt": _same("prompt")},
-    "torchtune-in-bwd": {
-        "batch_size": attrgetter("runs.micro_batch_seqs"),
-        "max_seq_len": attrgetter("runs.seq_len_tokens"),
-        "lr": attrgetter("asked.hyper.learning_rate"),
-    },
     "loggetta": {
         "seq": attrgetter("runs.seq_len_tokens"),
         "micro-batch": attrgetter("runs.micro_batch_seqs"),
@@ -230,7 +225,6 @@ PRECISIONS = ("bf16-autocast", "bf16-pure", "fp16-autocast")
 OWN = {
     "torchtitan": "Qwen/Qwen3-8B",
     "loggetta": "Qwen/Qwen3-30B-A3B",
-    "torchtune-in-bwd": "meta-llama/Llama-3.1-8B",
     "sentence-transformers": "Qwen/Qwen3-Embedding-0.6B",
 }
 """Models of targets that train few."""
@@ -253,9 +247,6 @@ def written(target: str) -> list[tuple[Case, Launch]]:
                 packed |= {"lora_rank": 4, "lora_targets": "attention", "optimizer": "adamw-8bit"}
                 with suppress(SetupError):
                     export_request = replace(export_request, setup=export_request.setup.replace(**packed), dataset=None)
-            if target == "torchtune-in-bwd" and export_request.setup.method == "full":
-                whole = export_request.setup.replace(accumulation_steps=1, optimizer="paged-adamw-8bit")
-                export_request = replace(export_request, setup=whole)
         launch = EXPORTERS[target](export_request)
         if not launch.refused:
             launches.append((Case(asked=export_request, runs=launch.runs), launch))

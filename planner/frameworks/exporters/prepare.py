@@ -25,7 +25,6 @@ FORMS = {
     "torchtitan": "text",
     "mlx": "answers",
     "loggetta": "chats",
-    "torchtune-in-bwd": "tokens",
 }
 """Target -> what it reads of supervised data; LLaMA-Factory reads pieces of chats, chats or texts."""
 LINES = ("json", "csv")

@@ -15,7 +15,6 @@ from planner.core.errors import ConfigError, NotATraining
 from planner.frameworks.exporters.text import LAUNCH, WRITTEN
 from planner.frameworks.readers import (
     common,
-    consumer,
     evaluating,
     generic,
     loading,
@@ -334,7 +333,7 @@ def read_config(
             f"{path.name}: a training ends in {', '.join(SUFFIXES)}", hint=f"{hint}, or give the file that trains"
         )
     text = read_bounded(path)
-    reading = read_text(
+    return read_text(
         text,
         path.name,
         model=model,
@@ -349,13 +348,6 @@ def read_config(
         ),
         launcher=read_bounded(launcher) if launcher is not None else None,
     )
-    if reading.format != generic.FORMAT or arguments is not None or launcher is not None:
-        return reading
-
-    def of_program(program: Path, words: tuple[str, ...] | None) -> ReadConfig:
-        return read_config(program, model=model, num_gpus=num_gpus, gpu=gpu, arguments=words, versions=versions)
-
-    return consumer.read(path, reading, of_program)
 
 
 def roots_of(path: Path) -> tuple[Path, ...]:

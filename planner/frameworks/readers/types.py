@@ -151,8 +151,6 @@ class ReadConfig:
         started: files that were read because the file's launch starts them, or names them.
         num_nodes: machines that its launch is on, 0 where nothing says.
         planned: whether a plan wrote the file, for versions and an allocator that its launch sets.
-        through: the program that takes its settings from the file, with its words (None: none are said), where it was
-            read by that; None: by itself.
     """
 
     format: str
@@ -184,7 +182,6 @@ class ReadConfig:
     started: frozenset[Path] = frozenset()
     num_nodes: int = 0
     planned: bool = False
-    through: tuple[Path, tuple[str, ...] | None] | None = None
 
     def allows(self, after: TrainSetup, *, in_place: bool = False) -> bool:
         """Whether the file's tool, in its versions, can run a changed setup; `in_place`: and `--fix` can write it."""

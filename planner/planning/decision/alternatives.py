@@ -20,7 +20,7 @@ from planner.memory.states import in_one_memory, pinned_bytes
 from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.encoders import image_tokens
-from planner.options.stacks import DEFAULT, STACKS
+from planner.options.stacks import DEFAULT
 from planner.planning.decision.candidates import candidate
 from planner.planning.decision.choosing import choose
 from planner.planning.decision.layouts import FIELDS, layout_key, layout_name
@@ -260,7 +260,6 @@ def _remedies(
     if not relaxed and not shorter:
         yield from _relaxed_and_shorter(workload, nearest, cache)
     yield from _opt_in(workload, nearest, cache)
-    yield from in_backward(workload, nearest, cache)
     yield from _streamed(workload, nearest, cache)
     yield from _offloaded(workload, nearest, cache)
     # The largest batch that fits, of an objective whose micro-batch is the whole batch.
@@ -385,22 +384,6 @@ def _opt_in(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterato
     if workload.objective_spec.rolls_out and ("rollout" not in workload.fixed or len(rollouts) > 1):
         served = {**workload.fixed, "rollout": (replace(rollouts[0], generator="vllm-server"),)}
         requests.insert(0, ("--generator vllm-server (one more card): {}", replace(workload, fixed=served)))
-    yield from _first_that_fits(requests, nearest, cache, speed=True)
-
-
-def in_backward(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
-    """The largest batch, of halves, whose whole model one GPU trains with the optimizer in the backward."""
-    if workload.num_gpus > 1 or workload.targets or workload.fixed.get("method") != ("full",):
-        return
-    halves = takewhile(bool, (workload.global_batch_seqs >> times for times in count()))
-    requests = (
-        (
-            f"--target {target} --global-batch {batch}: {{}}, a step of {batch}",
-            replace(workload, targets=(target,), global_batch_seqs=batch),
-        )
-        for target, batch in product(workload.objective_spec.targets, [*halves])
-        if target in STACKS and STACKS[target].steps_in_backward
-    )
     yield from _first_that_fits(requests, nearest, cache, speed=True)
 
 
