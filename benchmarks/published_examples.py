@@ -2,9 +2,11 @@
 
     python -m benchmarks.published_examples               # the league, from the formula of today
     python -m benchmarks.published_examples --dry-run     # the same with `plan check`'s dry run (minutes)
+    python -m benchmarks.published_examples --rivals PYTHON   # canifinetune, fitcheck-llm and fitscout on the same
 
-A row is one config with its figure: `device_mem_reserved(gib)` of Axolotl's log, as the gpt-oss README says, or
-ms-swift's `memory(GiB)` (`torch.cuda.max_memory_reserved`), rounded by whoever wrote it; "GB" is taken for GiB.
+A row is one config with its figure: `device_mem_reserved(gib)` of Axolotl's log, as the gpt-oss README says (before
+294c7fe7a of 31 July 2025 its log summed what nvidia-smi shows: `figure` "device"), or ms-swift's `memory(GiB)`
+(`torch.cuda.max_memory_reserved`), rounded by whoever wrote it; "GB" is taken for GiB.
 Read from their checkouts by `git show 1c4d607b:benchmarks/published_examples.py` (`--read`), each config predicted
 before anything was compared (`first`). Half of the rows, by the checksum of the path (`kept_out`), is never looked at
 to change a model.
@@ -15,7 +17,9 @@ its length is known: packed, or the self-introductions of `swift/self-cognition`
 
 import argparse
 import json
+import math
 import statistics
+import subprocess
 import tempfile
 import time
 import zlib
@@ -34,7 +38,7 @@ from planner.planning.check import left_by_lengths_bytes
 from planner.planning.predict import predict
 from planner.samples.lengths import micro_batches, stated_lengths
 from planner.setup import TrainSetup
-from planner.setup.interchange import request_form, setup_from_request
+from planner.setup.interchange import request_form, setup_from_request, setup_to_dict
 from planner.setup.outcome import Band, Prediction
 
 REPOSITORIES = ("axolotl-ai-cloud/axolotl", "modelscope/ms-swift")
@@ -161,20 +165,26 @@ def _lengths_bytes(model: ModelSpec, card: GpuSpec, setup: TrainSetup) -> int:
     return over.peak_reserved_bytes - over.constant_reserved_bytes
 
 
+def figure(row: dict[str, Any], answer: Prediction) -> float:
+    """GiB of an answer that a row's figure is held against."""
+    peak: int = getattr(answer, f"peak_{row.get('figure', 'reserved')}_bytes")
+    return peak / GIB
+
+
 def league(repository: str, rows: list[dict[str, Any]], folder: Path, *, dry: bool) -> None:
     """Prints every row of a repository, then the errors of all and of the kept-out half, and what is not counted."""
     began, ratios = time.perf_counter(), {}
     print(repository)
     for row in (row for row in rows if "setup" in row):
         answer, (below, above) = judged(row, folder, dry=dry)
-        ratio = answer.peak_reserved_bytes / GIB / row["gib"]
+        ratio = figure(row, answer) / row["gib"]
         miss = "too low" if 1 / ratio > 1 + above else "too high" if 1 / ratio < 1 - below else ""
         apart = OTHERWISE.get(row["path"], "its data decide how long" if row.get("at_most") else "")
         if not apart:
             ratios[row["path"]] = ratio, miss
         print(
             f"{row['path'].removeprefix('examples/'):52} {'kept out' if kept_out(row['path']) else '':8} "
-            f"{answer.peak_reserved_bytes / GIB:6.2f} GiB (-{below:.0%} to +{above:.0%}), published {row['gib']:6.2f}: "
+            f"{figure(row, answer):6.2f} GiB (-{below:.0%} to +{above:.0%}), published {row['gib']:6.2f}: "
             f"{ratio - 1:+.1%} {apart or miss + _whole_loss(row, folder) * (miss == 'too low')}"
         )
     seconds = time.perf_counter() - began
@@ -210,15 +220,66 @@ def _whole_loss(row: dict[str, Any], folder: Path) -> str:
     if setup.loss == "full":
         return ""
     whole, _ = judged({**row, "setup": request_form(setup.replace(loss="full"))}, folder, dry=False)
-    return f" (without cut cross-entropy {whole.peak_reserved_bytes / GIB / row['gib'] - 1:+.1%})"
+    return f" (without cut cross-entropy {figure(row, whole) / row['gib'] - 1:+.1%})"
+
+
+def against_rivals(rows: list[dict[str, Any]], folder: Path, python: Path) -> None:
+    """Prints the errors and seconds of every estimator that a Python has, beside the formula's, on one GPU."""
+    counted = [row for row in rows if "setup" in row and row["path"] not in OTHERWISE and not row.get("at_most")]
+    counted = [row for row in counted if setup_from_request(row["setup"]).single_gpu]
+    lines = []
+    for row in counted:
+        model, card = resolve_model(known_as(row["model"], folder)), find_gpu(row["gpu"])
+        setup = setup_to_dict(setup_from_request(row["setup"]))
+        lines.append(json.dumps({"shape": _shape(model, card), "setup": setup}))
+    began = time.perf_counter()
+    ours = [figure(row, judged(row, folder, dry=False)[0]) for row in counted]
+    here = {"name": "formula", "seconds": time.perf_counter() - began, "answers": ours}
+    code = Path(__file__).with_name("rival_child.py").read_text(encoding="utf-8")
+    done = subprocess.run(
+        [python, "-I", "-c", code], input="\n".join(lines), capture_output=True, text=True, check=True
+    )
+    print("| estimator | configs | not answered | median | worst | too low | seconds |\n|---|--:|--:|--:|--:|--:|--:|")
+    for rival in (here, *map(json.loads, done.stdout.splitlines())):
+        pairs = [
+            (gib, row["gib"]) for row, gib in zip(counted, rival["answers"], strict=True) if isinstance(gib, float)
+        ]
+        errors = [gib / published - 1 for gib, published in pairs] or [math.nan]
+        sizes, low = [*map(abs, errors)], sum(error < 0 for error in errors) / len(errors)
+        print(
+            f"| {rival['name']} | {len(pairs)} | {len(counted) - len(pairs)} | {statistics.median(sizes):.1%} "
+            f"| {max(sizes):.1%} | {low:.0%} | {rival['seconds']:.2f} |"
+        )
+
+
+def _shape(model: ModelSpec, card: GpuSpec) -> dict[str, Any]:
+    """A decoder in the words that every estimator has."""
+    layer = next(kind for kind in model.layer_kinds if kind.attention is not None)
+    assert layer.attention is not None
+    return {
+        "memory_gib": card.memory_bytes / GIB,
+        "num_params": model.num_params,
+        "hidden_size": model.hidden_size,
+        "num_layers": model.num_layers,
+        "num_attention_heads": layer.attention.num_heads,
+        "num_kv_heads": layer.attention.num_kv_heads,
+        "head_dim": layer.attention.head_dim,
+        "intermediate_size": layer.mlp.intermediate_size if layer.mlp is not None else 0,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tied,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="by the dry run, where it follows the setup")
+    parser.add_argument("--rivals", type=Path, help="a Python that has other estimators (benchmarks/rival_child.py)")
     args = parser.parse_args()
     rows = rows_of(DATA / "published_examples.jsonl")
     with tempfile.TemporaryDirectory() as name:
+        if args.rivals:
+            against_rivals(rows, Path(name), args.rivals)
+            return
         for repository in REPOSITORIES:
             of_it = [row for row in rows if row["source"].startswith(repository)]
             league(repository, of_it, Path(name), dry=args.dry_run)

@@ -11,6 +11,8 @@ from benchmarks.accuracy import _lookup
 from benchmarks.accuracy_table import AccuracyTable, accuracy_table, percentile
 from benchmarks.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown, scatter_svg
 from benchmarks.measured import MeasuredRow
+from benchmarks.published_examples import against_rivals
+from benchmarks.shared import DATA, rows_of
 from planner.core.errors import UnknownModelError
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
@@ -163,3 +165,17 @@ def test_scatter_is_the_same_file_twice(tmp_path: Path) -> None:
 def test_scatter_of_nothing_is_an_empty_frame(tmp_path: Path) -> None:
     scatter_svg(table_of([]), tmp_path / "empty.svg")
     assert (tmp_path / "empty.svg").stat().st_size > 1000
+
+
+def test_rivals_are_judged_on_what_they_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten GiB for the first config and nothing for the second."""
+    names = ("ministral-small-qlora", "plano-4b-qlora")
+    rows = [row for row in rows_of(DATA / "published_examples.jsonl") if Path(row["path"]).stem in names]
+    python = tmp_path / "python"
+    answer = '{"name": "fake 1.0", "seconds": 0.5, "answers": [10.0, "ValueError: no"]}'
+    python.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    python.chmod(0o755)
+    against_rivals(rows, tmp_path, python)
+    formula, rival = capsys.readouterr().out.splitlines()[2:]
+    assert formula.startswith("| formula | 2 | 0 |")
+    assert rival == f"| fake 1.0 | 1 | 1 | {10 / 8.76 - 1:.1%} | {10 / 8.76 - 1:.1%} | 0% | 0.50 |"
