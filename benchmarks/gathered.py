@@ -21,9 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from benchmarks.accuracy import _lookup
-from benchmarks.accuracy_table import predicted_figure
-from benchmarks.measured import MeasuredRow, Quantity, row_of
+from benchmarks.measured import MeasuredRow, Quantity, predicted_figure, row_of
 from benchmarks.shared import DATA, DOCS, rows_of
 from planner.core.errors import PlannerError
 from planner.core.units import gib
@@ -46,16 +44,6 @@ def otherwise(row: MeasuredRow, what: Quantity) -> bool:
     return any(difference.startswith(head) for difference in row.differs)
 
 
-def timed_figure(prediction: Prediction, what: Quantity, untimed: Collection[str]) -> float | None:
-    """The figure of a prediction that a quantity is compared with; tokens/s without the parts that nobody timed."""
-    if not untimed or what != "tokens_per_s":
-        return predicted_figure(prediction, what)
-    assert prediction.tokens_per_s is not None
-    assert prediction.step_time_s is not None
-    left_out = sum(prediction.time_parts_s[part] for part in untimed)
-    return prediction.tokens_per_s * prediction.step_time_s / (prediction.step_time_s - left_out)
-
-
 @lru_cache(maxsize=1)
 def rows() -> tuple[MeasuredRow, ...]:
     return tuple(map(row_of, rows_of(DATA / "gathered.jsonl")))
@@ -70,14 +58,14 @@ def look(row: MeasuredRow) -> tuple[dict[str, float], dict[str, tuple[float, flo
     """(predicted over measured, the stated band below and above) of each figure; tokens/s a GPU's."""
     ratios: dict[str, float] = {}
     bands: dict[str, tuple[float, float]] = {}
-    model, gpu = _lookup(row)
+    model, gpu = row.model_and_gpu()
     for what in METRICS:
         measured = row.measured(what)
-        setup = row.speed_setup if what == "tokens_per_s" else row.setup
+        setup = row.setup_for(what)
         if measured is None or setup is None or not row.comparable(what):
             continue
         prediction = predict(model, gpu, setup)
-        predicted = timed_figure(prediction, what, row.untimed)
+        predicted = predicted_figure(prediction, what, row.untimed)
         if predicted is None:
             continue
         ratios[what] = predicted / (setup.num_gpus if what == "tokens_per_s" else 1) / measured
@@ -149,7 +137,7 @@ def dry_run_looks(recorded: Looks) -> dict[str, dict[str, float]]:
         wanted = [what for what in METRICS[:3] if row.comparable(what) and row.measured(what)]
         if row.id in by_row or not wanted or row.setup is None or row.setup.compile or row.num_gpus > 1:
             continue
-        model, gpu = _lookup(row)
+        model, gpu = row.model_and_gpu()
         key = (model.model_id, gpu.key, row.setup)
         if key not in answers:
             answers[key] = dry_run(model, gpu, row.setup)
@@ -221,7 +209,11 @@ def small_and_eager(row: MeasuredRow) -> bool:
     steps alone."""
     if row.setup is None or row.setup.compile or row.setup.method != "full" or row.tokens_per_s is None:
         return False
-    return not otherwise(row, "tokens_per_s") and row.comparable("tokens_per_s") and _lookup(row)[0].num_params < SMALL
+    return (
+        not otherwise(row, "tokens_per_s")
+        and row.comparable("tokens_per_s")
+        and row.model_and_gpu()[0].num_params < SMALL
+    )
 
 
 def _kinds(ratios: Looks) -> list[str]:

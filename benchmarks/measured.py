@@ -5,16 +5,21 @@ to turn the run into a `TrainSetup`, and in what it is known to differ from what
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import field
 from functools import lru_cache
 from statistics import median
 from typing import Any, Literal
 
-from benchmarks.shared import DATA, rows_of
+from benchmarks.shared import DATA, loaded, rows_of
 from planner.core.records import dataclass
+from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import find_gpu
+from planner.models.families import spec_from_config
+from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_request
+from planner.setup.outcome import Prediction
 
 Kind = Literal["all", "memory", "allocated", "reserved", "speed", "oom", "multi"]
 Quantity = Literal["allocated", "reserved", "device", "tokens_per_s"]
@@ -114,6 +119,18 @@ class MeasuredRow:
         overrides = {"seq_len_tokens": self.speed_seq_len_tokens, "attention": self.speed_attention}
         return self.setup.replace(**{name: value for name, value in overrides.items() if value})
 
+    def setup_for(self, what: Quantity) -> TrainSetup | None:
+        """The setup whose prediction of a quantity is held against the row."""
+        return self.speed_setup if what == "tokens_per_s" else self.setup
+
+    def model_and_gpu(self) -> tuple[ModelSpec, GpuSpec]:
+        """Of a comparable row."""
+        assert self.gpu is not None
+        if self.model is not None:
+            return loaded(self.model), find_gpu(self.gpu)
+        assert self.config is not None
+        return spec_from_config(self.config, model_id=self.model_name, source=self.source), find_gpu(self.gpu)
+
     def measured(self, what: Quantity) -> float | None:
         """The measured figure of one quantity, None where there is none."""
         figure: float | None = getattr(self, what if what == "tokens_per_s" else f"{what}_bytes")
@@ -126,6 +143,16 @@ class MeasuredRow:
         if what != "tokens_per_s" and self.unmapped_memory:
             return False
         return self.status == "oom" or self.measured(what) is not None
+
+
+def predicted_figure(prediction: Prediction, what: Quantity, untimed: Collection[str] = ()) -> float | None:
+    """The figure of a prediction that a quantity is compared with; tokens/s without the parts that nobody timed."""
+    figure: float | None = getattr(prediction, what if what == "tokens_per_s" else f"peak_{what}_bytes")
+    if not untimed or what != "tokens_per_s" or figure is None:
+        return figure
+    assert prediction.step_time_s is not None
+    left_out = sum(prediction.time_parts_s[part] for part in untimed)
+    return figure * prediction.step_time_s / (prediction.step_time_s - left_out)
 
 
 def load_rows(kind: Kind = "all") -> tuple[MeasuredRow, ...]:

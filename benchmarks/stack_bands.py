@@ -15,12 +15,13 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar
 
 from benchmarks import gathered
-from benchmarks.accuracy import _lookup
 from benchmarks.band_fit import COVERAGE, LEAST_ROWS, UNSEEN_STACK, as_row, fit_cell, holds, pooled_cell
-from benchmarks.measured import MeasuredRow, Quantity, load_rows
+from benchmarks.measured import MeasuredRow, Quantity, load_rows, predicted_figure
 from benchmarks.shared import DATA, DOCS, rows_so_far, write_rows
 from planner.core.errors import PlannerError
 from planner.planning.evidence.bands import Cell, band_stack, gpu_count_kind
@@ -67,67 +68,54 @@ def kind_of(row: MeasuredRow) -> str:
     return "small and eager" if row.group in GATHERED and gathered.small_and_eager(row) else ""
 
 
-def errors_of(row: MeasuredRow, prediction: Prediction, level: str, source: str) -> list[Error]:
-    """Measured over predicted, for every figure that was measured."""
-    errors = []
-    for what in METRICS:
-        predicted = gathered.timed_figure(prediction, what, row.untimed)
-        measured = row.measured(what)
-        if predicted is None or measured is None or not row.comparable(what) or not _said(row, what):
-            continue
-        setup = row.speed_setup if what == "tokens_per_s" else row.setup
-        assert setup is not None
-        errors.append(
-            {
-                "id": row.id,
-                "level": level,
-                "metric": what,
-                "stack": band_stack(setup.stack, what),
-                "gpus": gpu_count_kind(setup),
-                "gpu": row.gpu,
-                "source": source,
-                "config": f"{row.group}|{row.config_id}",
-                "ratio": round(measured / predicted, 5),
-                **({"kept": True} if row.group in GATHERED and gathered.kept_out(row) else {}),
-                **({"otherwise": True} if gathered.otherwise(row, what) else {}),
-                **({"kind": kind} if (kind := kind_of(row)) else {}),
-            }
-        )
-    return errors
+def error_of(row: MeasuredRow, what: Quantity, prediction: Prediction, level: str, source: str) -> Error | None:
+    """Measured over predicted of one figure, None where it cannot be compared."""
+    predicted, measured = predicted_figure(prediction, what, row.untimed), row.measured(what)
+    setup = row.setup_for(what)
+    if predicted is None or measured is None or not _said(row, what):
+        return None
+    assert setup is not None
+    return {
+        "id": row.id,
+        "level": level,
+        "metric": what,
+        "stack": band_stack(setup.stack, what),
+        "gpus": gpu_count_kind(setup),
+        "gpu": row.gpu,
+        "source": source,
+        "config": f"{row.group}|{row.config_id}",
+        "ratio": round(measured / predicted, 5),
+        **({"kept": True} if row.group in GATHERED and gathered.kept_out(row) else {}),
+        **({"otherwise": True} if gathered.otherwise(row, what) else {}),
+        **({"kind": kind} if (kind := kind_of(row)) else {}),
+    }
 
 
 def formula_errors(rows: Sequence[MeasuredRow]) -> list[Error]:
-    """Every figure against the formula; tokens/s at the mean length, of all GPUs together."""
-    of = sources(rows)
-    errors: list[Error] = []
+    """Every figure against the formula; tokens/s at the mean length. A recorded speed is that of one GPU."""
+    of, ask, errors = sources(rows), cache(predict), list[Error | None]()
     for row in rows:
-        if not any(row.comparable(what) for what in METRICS):
-            continue
-        model, gpu = _lookup(row)
-        for setup, memory in ((row.setup, True), (row.speed_setup, False)):
-            assert setup is not None
-            try:
-                answer = predict(model, gpu, setup)
-            except PlannerError:
+        for what in METRICS:
+            setup = row.setup_for(what)
+            if setup is None or not row.comparable(what) or (what == "tokens_per_s" and setup.num_gpus > 1):
                 continue
-            each = errors_of(row, answer, "formula", of[row.id])
-            errors += [error for error in each if (error["metric"] != "tokens_per_s") == memory]
-    # a recorded speed is that of one GPU
-    return [error for error in errors if (error["metric"], error["gpus"]) != ("tokens_per_s", "several")]
+            with suppress(PlannerError):
+                errors.append(error_of(row, what, ask(*row.model_and_gpu(), setup), "formula", of[row.id]))
+    return [error for error in errors if error is not None]
 
 
 def dry_run_errors(rows: Sequence[MeasuredRow], recorded: Sequence[Error], num: int) -> list[Error]:
     """Up to `num` dry runs of one-GPU rows that are not recorded; rows of one setup share one."""
     from probes.dryrun import dry_run
 
-    of = sources(rows)
-    done = {error["id"] for error in recorded}
+    of, done = sources(rows), {error["id"] for error in recorded}
     answers: dict[tuple[str, str, object], Prediction | None] = {}
-    errors: list[Error] = []
+    errors: list[Error | None] = []
     for row in rows:
-        if row.num_gpus > 1 or row.id in done or not any(row.comparable(what) for what in METRICS[:3]):
+        figures = [what for what in METRICS[:3] if row.comparable(what)]
+        if row.num_gpus > 1 or row.id in done or not figures:
             continue
-        model, gpu = _lookup(row)
+        model, gpu = row.model_and_gpu()
         key = (model.model_id, gpu.key, row.setup)
         if key not in answers:
             if len(answers) >= num:
@@ -137,9 +125,8 @@ def dry_run_errors(rows: Sequence[MeasuredRow], recorded: Sequence[Error], num: 
             answers[key] = answer if isinstance(answer, Prediction) else None
         prediction = answers[key]
         if prediction is not None:
-            each = errors_of(row, prediction, "dry_run", of[row.id])
-            errors += [error for error in each if error["metric"] != "tokens_per_s"]
-    return errors
+            errors += [error_of(row, what, prediction, "dry_run", of[row.id]) for what in figures]
+    return [error for error in errors if error is not None]
 
 
 def fitted(errors: Sequence[Error]) -> dict[tuple[str, str, str, str], Cell]:

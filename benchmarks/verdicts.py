@@ -9,7 +9,6 @@ import sys
 from collections import Counter, defaultdict
 
 from benchmarks import gathered
-from benchmarks.accuracy import _lookup
 from benchmarks.measured import MeasuredRow, load_rows
 from benchmarks.shared import DOCS
 from planner.core.errors import PlannerError
@@ -33,7 +32,7 @@ def verdicts() -> dict[tuple[str, Verdict], list[tuple[str, float]]]:
         if row.setup is None or not known or row.unmapped or row.unmapped_memory:
             continue
         try:
-            model, gpu = _lookup(row)
+            model, gpu = row.model_and_gpu()
             answer = predict(model, gpu, row.setup)
         except PlannerError:
             continue

@@ -5,7 +5,6 @@ from statistics import median
 import pytest
 
 from benchmarks import gathered
-from benchmarks.accuracy import _lookup
 from benchmarks.measured import MeasuredRow, load_rows
 from planner.core.errors import SetupError
 from planner.core.units import GIB
@@ -93,7 +92,7 @@ def test_full_loss_by_hand(stack: str, forward: float, backward: float) -> None:
 def test_autocast_computes_every_full_loss_in_fp32() -> None:
     """PyTorch's list of operations in fp32; a Llama of one's own on a T4: 10.65 GiB measured (starbeeva-012)."""
     row = next(row for row in gathered.rows() if row.id == "starbeeva-012")
-    model, gpu = _lookup(row)
+    model, gpu = row.model_and_gpu()
     assert row.setup is not None
     assert predict_memory(model, gpu, row.setup).peak_allocated_bytes == pytest.approx(row.allocated_bytes, rel=0.02)
     assert loss_parts(MODEL, by("plain-loop-own-model", precision="bf16-autocast")).backward_bytes == 12 * LOGITS
@@ -104,7 +103,7 @@ def test_autocast_computes_every_full_loss_in_fp32() -> None:
 )
 def test_a_head_copied_by_every_piece_of_an_older_trl(row: MeasuredRow) -> None:
     """A course's runs of TRL 1.10 on a T4 and an RTX 4060, each measured by several people, one out of memory."""
-    model, gpu = _lookup(row)
+    model, gpu = row.model_and_gpu()
     assert row.setup is not None
     memory = predict_memory(model, gpu, row.setup)
     if row.status == "oom":

@@ -1,18 +1,14 @@
 """The accuracy report: statistics by hand, real baselines on the recorded rows, files."""
 
 import csv
-import io
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.accuracy import _lookup
-from benchmarks.accuracy_table import AccuracyTable, accuracy_table, percentile
-from benchmarks.accuracy_text import COLUMNS, accuracy_csv, accuracy_json, accuracy_markdown, scatter_svg
+from benchmarks.accuracy import AccuracyTable, accuracy_table, page, scatter_svg, write_csv
 from benchmarks.measured import MeasuredRow
 from benchmarks.published_examples import against_rivals
-from benchmarks.shared import DATA, rows_of
+from benchmarks.shared import DATA, percentile, rows_of
 from planner.core.errors import UnknownModelError
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
@@ -60,9 +56,7 @@ def answer(allocated_bytes: float, tokens_per_s: float | None = None) -> Predict
 
 
 def table_of(rows: list[MeasuredRow], allocated_gib: float = 11.0) -> AccuracyTable:
-    return accuracy_table(
-        rows, lambda *_: answer(allocated_gib * GIB), what="allocated", lookup=_lookup, level="constant"
-    )
+    return accuracy_table(rows, lambda *_: answer(allocated_gib * GIB), what="allocated", level="constant")
 
 
 def test_statistics_count_each_configuration_once() -> None:
@@ -87,11 +81,11 @@ def test_statistics_count_each_configuration_once() -> None:
 def test_false_fits_and_false_rejects() -> None:
     rows = [oom_row(id="o1"), oom_row(id="o2", gpu="a100-80gb", config_id="c2"), a_row(id="r")]
     # 11 GiB allocated is 12.05 on the device: fits a T4 (false for o1), and an A100 (false for o2).
-    fit = table_of(rows).fit
-    assert (fit.num_out_of_memory, fit.num_false_fits, fit.num_ran, fit.num_false_rejects) == (2, 2, 1, 0)
-    assert fit.false_fit_fraction == pytest.approx(2 / 3)
-    fit = table_of(rows, allocated_gib=20).fit  # too much for the T4, fits the A100
-    assert (fit.num_false_fits, fit.num_false_rejects) == (1, 1)
+    table = table_of(rows)
+    assert (table.false_fits, table.false_rejects) == ((2, 2), (1, 0))
+    assert table.false_fit_fraction == pytest.approx(2 / 3)
+    table = table_of(rows, allocated_gib=20)  # too much for the T4, fits the A100
+    assert (table.false_fits, table.false_rejects) == ((2, 1), (1, 1))
 
 
 def test_failures_are_listed_not_hidden() -> None:
@@ -103,18 +97,18 @@ def test_failures_are_listed_not_hidden() -> None:
         )
 
     rows = [a_row(id="a"), a_row(id="b", setup=SETUP.replace(lora_rank=8))]
-    table = accuracy_table(rows, fail, what="allocated", lookup=_lookup, level="dry run")
+    table = accuracy_table(rows, fail, what="allocated", level="dry run")
     assert table.overall is None
     assert table.not_predicted == (("a", "operator x has no meta kernel"), ("b", "no prediction"))
-    text = accuracy_markdown([table], title="T", command="c")
+    text = page([table], title="T", command="c")
     assert "No recorded run could be compared." in text
 
 
 def test_a_model_that_only_torch_reads_is_a_row_without_a_prediction() -> None:
-    def without_torch(row: MeasuredRow) -> tuple[ModelSpec, GpuSpec]:
+    def without_torch(*_: object) -> None:
         raise UnknownModelError("its module tree cannot be read: torch not installed")
 
-    table = accuracy_table([a_row()], lambda *_: None, what="allocated", lookup=without_torch, level="formula")
+    table = accuracy_table([a_row()], without_torch, what="allocated", level="formula")
     assert table.not_predicted == (("x-1", "its module tree cannot be read: torch not installed"),)
 
 
@@ -135,19 +129,15 @@ def test_percentile_of_nothing_is_refused() -> None:
 
 def test_markdown_golden() -> None:
     rows = [a_row(id="a"), a_row(id="b", config_id="c2", allocated_bytes=11 * GIB, differs=("other loss",)), oom_row()]
-    text = accuracy_markdown([table_of(rows)], title="Accuracy of a constant", command="python -m benchmarks.accuracy")
+    text = page([table_of(rows)], title="Accuracy of a constant", command="python -m benchmarks.accuracy")
     assert text == (Path(__file__).parent / "golden" / "accuracy.md").read_text()
 
 
-def test_csv_and_json_hold_every_case() -> None:
-    table = table_of([a_row(id="a"), oom_row(id="b", config_id="c2")])
-    lines = list(csv.DictReader(io.StringIO(accuracy_csv(table))))
+def test_the_csv_holds_every_case(tmp_path: Path) -> None:
+    write_csv(table_of([a_row(id="a"), oom_row(id="b", config_id="c2")]), tmp_path / "a.csv")
+    lines = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
     assert [line["id"] for line in lines] == ["a", "b"]
-    assert tuple(lines[0]) == COLUMNS
     assert (lines[0]["error_percent"], lines[1]["measured"], lines[1]["ran"]) == ("10.0", "", "False")
-    document = json.loads(json.dumps(accuracy_json([table]), allow_nan=False))
-    assert document[0]["overall"]["num_configs"] == 1
-    assert len(document[0]["cases"]) == 2
 
 
 def test_scatter_is_the_same_file_twice(tmp_path: Path) -> None:
