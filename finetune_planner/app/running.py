@@ -23,6 +23,7 @@ from planner.frameworks.exporters.prepare import NAME as PREPARE
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET
 from planner.frameworks.readers import ReadConfig
 from planner.frameworks.readers.loading import read_bounded
+from planner.frameworks.readers.read import read_config
 from planner.memory.workload import Workload
 from planner.models.hub import weights_in_cache
 from planner.models.resolve import model_beside, resolve_model
@@ -85,8 +86,8 @@ def run_target(folder: Path, document: Mapping[str, object], target: str, how: H
     launch = launch_of(entry.extras, target)
     workload, chosen = plan.workload, plan.chosen
     setup = as_run(target, chosen.setup, workload)
-    if isinstance(setup, str):
-        raise UsageError(f"{target} cannot run this plan: {setup}", hint="choose another target")
+    if isinstance(setup, str):  # its file is of the best that it runs itself
+        setup = launched_setup(folder, launch, workload.model, chosen.setup)
     planned = chosen if setup == chosen.setup else candidate(workload, setup)
     file = launched_file(folder, launch, workload.model.model_id, setup.objective)
     outcome, card, device = run_file(file, setup, workload.model, how, sibling=folder)
@@ -161,13 +162,13 @@ def with_run(plan: Plan, chosen: Candidate) -> Plan:
     return replace(plan, chosen=chosen, ranked=ranked)
 
 
-def launch_of(extras: Extras, target: str) -> LaunchTarget:
+def launch_of(extras: Extras, target: str, *, watched: bool = True) -> LaunchTarget:
     """What a plan's folder holds for a target.
 
     Raises:
-        UsageError: nothing, or what cannot be watched.
+        UsageError: nothing, or what cannot be `watched`.
     """
-    if target not in RUN_BY_A_TRAINER:
+    if watched and target not in RUN_BY_A_TRAINER:
         target_names = ", ".join(RUN_BY_A_TRAINER)
         raise UsageError(
             f"--run {target}: only files that train with transformers' Trainer are watched",
@@ -175,9 +176,14 @@ def launch_of(extras: Extras, target: str) -> LaunchTarget:
         )
     launch = next((entry for entry in extras.launch if entry.target == target and entry.files), None)
     if launch is None or not launch.command:
-        written = ", ".join(entry.target for entry in extras.launch if entry.files) or "none"
-        raise UsageError(f"--run {target}: this plan has no launch file for it", hint=f"written: {written}")
+        written = ", ".join(entry.target for entry in extras.launch if entry.command) or "none"
+        raise UsageError(f"{target}: this plan has no launch file for it", hint=f"written: {written}")
     return launch
+
+
+def launched_setup(folder: Path, launch: LaunchTarget, model: "ModelSpec", planned: "TrainSetup") -> "TrainSetup":
+    """The setup of a target's first file, which names the others, as it lies in a plan's folder now."""
+    return read_config(folder / launch.files[0].path, model=model, base=planned).setup
 
 
 def launched_file(folder: Path, launch: LaunchTarget, model_id: str, objective: str) -> "LaunchedFile":

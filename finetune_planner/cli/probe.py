@@ -8,7 +8,7 @@ import typer
 
 from finetune_planner.app import machine
 from finetune_planner.app.progress import ProgressLine, say
-from finetune_planner.app.running import HowToRun, installed_targets, on_card, run_target
+from finetune_planner.app.running import HowToRun, installed_targets, launch_of, launched_setup, on_card, run_target
 from finetune_planner.app.time_left import START_S
 from finetune_planner.cli import options
 from finetune_planner.cli.output import tell
@@ -17,16 +17,15 @@ from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 from planner.core.records import dataclass
 from planner.core.units import GIB, gib, percent, seconds
-from planner.frameworks.readers.read import read_config
 from planner.models.resolve import model_beside, resolve_model
+from planner.planning.decision.candidates import candidate
 from planner.planning.option_values import positive
 from planner.planning.plan import NoPlan, Plan
-from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict, to_jsonable
 from planner.setup.memory_terms import PHASES
 from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
 from reports.html import entry_of
-from reports.plan_json import plan_from_dict, read_plan_json
+from reports.plan_json import read_plan_json
 
 if TYPE_CHECKING:
     from probes.confirm import Confirmation
@@ -195,18 +194,23 @@ def confirm(
 
     line = ProgressLine()
     line.say("reading the plan")
-    plan = plan_from_dict(read_plan_json(directory))
+    entry = entry_of(read_plan_json(directory))
+    plan = entry.plan
     if isinstance(plan, NoPlan):
         raise UsageError("this directory holds a refusal: nothing fits", hint="plan again with a larger GPU")
     workload, chosen = plan.workload, plan.chosen
-    setup = chosen.setup if target is None else _launched_setup(directory, target, workload.model, chosen.setup)
+    setup = chosen.setup
+    if target is not None:
+        launch = launch_of(entry.extras, target, watched=False)
+        setup = launched_setup(directory, launch, workload.model, setup)
     spec = resolve_model(model_beside(workload.model.model_id, directory))
     devices = machine.job_devices(device, setup.num_gpus)
     card = machine.gpu_of(None, devices[0])
     limits = Limits(time_s=limit, measure_s=measure_seconds)
     events = {"on_progress": line.event}
     with machine.prober_on(devices, spec, card, store=store, executor=events, limits=limits) as prober:
-        promise = promise_of(chosen.memory_evidence, chosen.speed_evidence, workload.gpu)
+        planned = chosen if setup == chosen.setup else candidate(workload, setup)
+        promise = promise_of(planned.memory_evidence, planned.speed_evidence, workload.gpu)
         confirmation = run_step(prober, setup, promise, budget_bytes=chosen.budget_bytes)
     line.close()
     confirmation = on_card(confirmation, card, workload)
@@ -254,16 +258,6 @@ def _code(confirmation: "Confirmation") -> int:
     if isinstance(confirmation.outcome, ProbeFailure):
         return exit_code(confirmation.outcome)
     return 0 if confirmation.kept else EXIT_NOTHING_FITS
-
-
-def _launched_setup(directory: Path, target: str, model: Any, planned: TrainSetup) -> TrainSetup:
-    folder = directory / "launch" / target
-    files = [path for path in sorted(folder.glob("*")) if path.suffix in (".yaml", ".yml", ".json", ".py")]
-    if not files:
-        raise UsageError(
-            f"no launch file of {target!r} in {folder}", hint="leave --target out to run plan.json's setup"
-        )
-    return read_config(files[0], model=model, base=planned).setup
 
 
 def _confirmation_lines(confirmation: "Confirmation") -> list[str]:

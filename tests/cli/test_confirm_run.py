@@ -187,6 +187,28 @@ def test_what_cannot_be_run_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_file_that_runs_otherwise_is_held_to_its_own_promise(
+    on_a_gpu: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Axolotl's kernels were planned: TRL's file is of what TRL runs, LLaMA-Factory's has a dataset_info.json before
+    it in the folder."""
+    folder = tmp_path / "plan"
+    words = ["--gpu", "rtx-4090", "--no-dry-run", "--method", "lora", "--out", str(folder)]
+    assert run([MODEL, *words]) == 0
+    entry = running.entry_of(read_plan_json(folder))
+    workload, chosen = entry.plan.workload, entry.plan.chosen
+    for target in ("trl", "llamafactory"):
+        launch = running.launch_of(entry.extras, target)
+        setup = running.launched_setup(folder, launch, workload.model, chosen.setup)
+        assert running.candidate(workload, setup).formula.peak_device_bytes == launch.peak_device_bytes
+    assert launch.peak_device_bytes != chosen.formula.peak_device_bytes
+    on_a_gpu()
+    capsys.readouterr()
+    assert run(["confirm", str(folder), "--run", "trl", "--store", str(tmp_path / "s.jsonl")]) in (0, 1)
+    promised = running.launch_of(entry.extras, "trl").peak_device_bytes
+    assert f"promised (formula): device {promised / 2**30:.2f} GiB" in capsys.readouterr().out
+
+
 def test_a_data_set_of_the_users_own_is_left_to_the_file(folder: Path, tmp_path: Path) -> None:
     """Named in `prepare_data.py`, or made before: then nothing is made again."""
     (launch,) = running.entry_of(read_plan_json(folder)).extras.launch
