@@ -193,6 +193,7 @@ Model = Annotated[str, Field(description="hub id, what people call it ('llama 3.
 Gpu = Annotated[str, Field(description="'RTX 3060 12GB', '8xH100', 'local', or NAME:12GiB:360GB/s:29TFLOPS")]
 Method = Annotated[str | None, Field(description="full, lora or qlora")]
 Tokens = Annotated[int | None, Field(description="tokens per sequence; default 2048", ge=1)]
+Rank = Annotated[int | None, Field(description="lora_r", ge=1)]
 Count = Annotated[int | None, Field(ge=1)]
 
 
@@ -218,6 +219,7 @@ class Tools:
         seq_len: Tokens = None,
         global_batch: Annotated[int | None, Field(description="sequences per optimizer step", ge=1)] = None,
         method: Method = None,
+        rank: Rank = None,
         objective: Annotated[str | None, Field(description="sft, pretrain, dpo, kto, grpo, reward, ...")] = None,
         dataset: Annotated[str | None, Field(description="file of samples, or hub id")] = None,
         target: Annotated[str | None, Field(description="trl, hf, axolotl, llamafactory, unsloth, ...")] = None,
@@ -226,7 +228,7 @@ class Tools:
         """The fastest fine-tuning setup that fits a GPU: verdict, setup, memory, speed, and why not another one."""
         data = None if dataset is None else self._desk.name(dataset)
         folder = None if out is None else self._desk.path(out)
-        more = words_of(seq_len=seq_len, global_batch=global_batch, method=method, objective=objective)
+        more = words_of(seq_len=seq_len, global_batch=global_batch, method=method, rank=rank, objective=objective)
         more += words_of(gpu=gpu, dataset=data, target=target, out=folder)
         return self._desk.ask("make", self._desk.name(model), *more)
 
@@ -238,7 +240,7 @@ class Tools:
         seq_len: Tokens = None,
         micro_batch: Annotated[int | None, Field(description="per_device_train_batch_size", ge=1)] = None,
         accumulation: Annotated[int | None, Field(description="gradient_accumulation_steps", ge=1)] = None,
-        rank: Annotated[int | None, Field(description="lora_r", ge=1)] = None,
+        rank: Rank = None,
         quantization: Annotated[str | None, Field(description="none, int8, nf4 or nf4-double")] = None,
         checkpointing: Annotated[bool | None, Field(description="gradient_checkpointing")] = None,
         optimizer: Annotated[str | None, Field(description="adamw, adamw-8bit, paged-adamw-8bit, ...")] = None,
@@ -261,12 +263,14 @@ class Tools:
         ] = "a.yaml",
         model: Annotated[str | None, Field(description="where the file does not name it")] = None,
         dataset: Annotated[str | None, Field(description="file of the samples that it trains on")] = None,
+        settings: Annotated[list[str] | None, Field(description="NAME=VALUE of what the file leaves open")] = None,
     ) -> dict[str, Any]:
         """Whether an existing config fits, and which single changes would make it fit or faster. Executes nothing."""
         if (path is None) == (text is None):
             raise refusal("either path or text")
         data = None if dataset is None else self._desk.name(dataset)
         more = words_of(gpu=gpu, model=None if model is None else self._desk.name(model), dataset=data)
+        more += [word for setting in settings or () for word in words_of(set=setting)]
         if path is not None:
             return self._desk.ask("check", self._desk.path(path), *more)
         return self._desk.ask("check", f"./{file_name}", *more, files={file_name: text or ""})
@@ -333,16 +337,20 @@ call's handle gives what was left out of its answer."""
 def build_server(desk: CommandRunner, *, allow_trace: bool = False) -> "MCPServer[Any]":
     """The server with its tools; the schema of each follows from its signature."""
     from mcp.server import MCPServer
+    from mcp.server.mcpserver.tools import Tool
 
-    server: MCPServer[Any] = MCPServer(
-        "finetune-planner", instructions=INSTRUCTIONS, version=__version__, log_level="ERROR"
-    )
     tools = Tools(desk)
     answers = (tools.plan, tools.estimate, tools.check, tools.oom, tools.which_gpu, tools.which_model, tools.details)
-    for tool in (*answers, tools.trace) if allow_trace else answers:
-        server.add_tool(compact(tool))
-    server.add_tool(tools.explain)
-    return server
+    served = [Tool.from_function(compact(tool)) for tool in ((*answers, tools.trace) if allow_trace else answers)]
+    served.append(Tool.from_function(tools.explain))
+    for tool in served:  # an argument that a tool has not is an error: the SDK would drop it in silence
+        arguments = tool.fn_metadata.arg_model
+        arguments.model_config["extra"] = "forbid"
+        arguments.model_rebuild(force=True)
+        tool.parameters = arguments.model_json_schema(by_alias=True)
+    return MCPServer(
+        "finetune-planner", instructions=INSTRUCTIONS, version=__version__, log_level="ERROR", tools=served
+    )
 
 
 def mcp(

@@ -108,6 +108,14 @@ def _unmet(expect: dict[str, Any], result: Any) -> Any:
     return [(path, at(answer, path)) for path, value in expect.items() if at(answer, path) != value]
 
 
+def test_an_argument_that_no_tool_has_is_refused(desk: CommandRunner) -> None:
+    """Not dropped: an agent that misspells the rank must not get a plan of another."""
+    (answer,) = ask(desk, ("plan", {"model": "llama 3.1 8b", "gpu": "rtx-4090", "lora_rank": 64}))
+    assert answer.is_error
+    assert "lora_rank" in answer.content[0].text
+    assert all(tool.input_schema["additionalProperties"] is False for tool in schemas(allow_trace=True))
+
+
 def test_details_give_what_was_left_out(desk: CommandRunner) -> None:
     arguments = {"model": "gpt2", "gpu": "t4", "seq_len": 512, "method": "full"}
     (first,) = ask(desk, ("plan", arguments))
