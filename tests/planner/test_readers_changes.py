@@ -53,6 +53,9 @@ FIELDS = {
     "an optimizer's class": ("", "", ", optimizer_cls_and_kwargs=(torch.optim.SGD, {})", "optimizer", "sgd"),
     "no optimizer": ("", "", ", optimizers=(None, None)", "optimizer", "adamw-fused"),
     "attention of the configuration": ('config._attn_implementation = "eager"\n', "", "", "attention", "eager"),
+    "attention of a handed configuration": (
+        'config = AutoConfig.from_pretrained(NAME, attn_implementation="eager")\n', "", "", "attention", "eager",
+    ),
     "attention set later": ("", 'model.set_attn_implementation("eager")\n', "", "attention", "eager"),
 }  # fmt: skip
 

@@ -78,7 +78,7 @@ def optimizer(trainer: CallResult | None) -> Value | None:
     return Unknown(f"{where}: an optimizer of its own is handed to the trainer")
 
 
-def attention(text: str, program: Program) -> str:
+def attention(training: Training, text: str, program: Program) -> str:
     """The attention that the program sets on a loaded model or its configuration, "" where it sets none."""
     for made in program.calls:
         word = plain(made.argument("attn_implementation", 0)) if made.name == "set_attn_implementation" else None
@@ -90,7 +90,11 @@ def attention(text: str, program: Program) -> str:
             word = node.value if isinstance(node, ast.Assign) else None
             if isinstance(word, ast.Constant) and isinstance(word.value, str):
                 return word.value
-    return ""
+    # transformers takes a handed configuration's attention where the model's own loading names none
+    loader, key = training.loader, "attn_implementation"
+    given = loader.argument("config") if loader is not None and loader.argument(key) is None else None
+    word = plain(given.argument(key)) if isinstance(given, CallResult) else None
+    return word if isinstance(word, str) else ""
 
 
 def resized(training: Training, text: str, name: str) -> str:

@@ -246,8 +246,8 @@ class _Script:
         eight_bit = ROWS[fields["optimizer"]].states.eight_bit and fields["method"] == "full"
         if handed is not None and eight_bit and self.training_run.loop is None:
             arguments.approximate(UpperBound("8-bit states of embeddings are counted in 32 bits", "optimizer"))
-        word, loader = "" if self.unsloth else program_changes.attention(self.source.text, self.program), self.loader
-        if word:
+        loader, changes = self.loader, (self.training_run, self.source.text, self.program)
+        if word := "" if self.unsloth else program_changes.attention(*changes):
             loader.values = {**loader.values, "attn_implementation": word}
         if self.unsloth:
             fields["attention"] = unsloth.attention(loader)
