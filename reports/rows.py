@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from planner.core.notes import Note, place_of
 from planner.core.records import dataclass
 from planner.core.units import gib, percent, seconds
+from planner.planning.decision.candidates import WhenAsked
 from planner.planning.plan import NoPlan, Plan, on_one_level
 from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
@@ -174,10 +176,17 @@ class Row(NamedTuple):
     trade: str
 
 
-def compared(plan: Plan) -> list[Row]:
+def compared(plan: Plan, num_fitting: int | None = None) -> list[Row]:
     """The chosen setup and its alternatives, each figure of all of them from one level; speeds are corrected by what a
-    higher one says of the chosen setup, so that its speed is the same here as everywhere."""
-    rows = list(chosen_and_alternatives(plan))
+    higher one says of the chosen setup, so that its speed is the same here as everywhere.
+
+    Args:
+        num_fitting: only the first so many alternatives that fit; all: None.
+    """
+    every = chosen_and_alternatives(plan)
+    # of what nobody has looked at the formula alone speaks: the others cannot be on another level
+    alone = num_fitting is not None and isinstance(plan.alternatives, WhenAsked)
+    rows = [next(every), *islice(filter(_fits, every), num_fitting)] if alone else list(every)
     figures = on_one_level([candidate for _, candidate, _ in rows])
     chosen_tokens_per_s, common = plan.chosen.speed_evidence.tokens_per_s, figures[0][1].tokens_per_s
     ratio = chosen_tokens_per_s / common if chosen_tokens_per_s and common else 1.0
@@ -188,10 +197,15 @@ def compared(plan: Plan) -> list[Row]:
         changes: dict[str, Any] = {"tokens_per_s": speed.tokens_per_s * ratio, "step_time_s": speed.step_time_s / ratio}
         return replace(speed, **changes)
 
-    return [
+    chosen, *others = [
         Row(label, candidate, peak, corrected(speed), trade)
         for (label, candidate, trade), (peak, speed) in zip(rows, figures, strict=True)
     ]
+    return [chosen, *others] if num_fitting is None else [chosen, *islice(filter(_fits, others), num_fitting)]
+
+
+def _fits(row: Row | tuple[str, Candidate, str]) -> bool:
+    return row[1].fits
 
 
 def compared_words(plan: Plan, rows: Sequence[Row]) -> str:

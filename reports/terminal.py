@@ -358,8 +358,7 @@ def _alternatives_or_remedies(page: Page, answer: Plan | NoPlan, number: int) ->
             page.line(f"→ {clean(remedy.action)}")
     if isinstance(answer, NoPlan):
         return
-    chosen, *others = compared(answer)
-    rows = [row for row in others if row.candidate.fits][:number]
+    chosen, *rows = compared(answer, number)
     if not rows:
         return
     page.line()

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice, product
 from math import prod
 from operator import itemgetter
@@ -23,7 +24,7 @@ from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_linears
 from planner.options.kernels import KERNELS
 from planner.planning.decision.alternatives import alternatives, other_classes, refusal
-from planner.planning.decision.candidates import Ranked, candidate
+from planner.planning.decision.candidates import WhenAsked, candidate, of_point
 from planner.planning.decision.choosing import choose, choose_alone
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
 from planner.planning.decision.node import Node, node_of_setup
@@ -144,8 +145,8 @@ def _plan(walked: _Walked, notes: Sequence[str], num_ranked: int = NUM_RANKED, e
     return Plan(
         workload=workload,
         chosen=chosen,
-        alternatives=(*installed, *alternatives(workload, chosen, node, results, alone)),
-        ranked=Ranked(chosen, workload, others),
+        alternatives=WhenAsked(installed, alternatives(workload, chosen, node, results, alone)),
+        ranked=WhenAsked([chosen], [partial(of_point, workload, point) for point in others]),
         tree=tuple(answers(workload, results, node, best, chosen, alone)),
         space=_space_count(workload, values, results),
         notes=(*notes, *_package_notes(workload, chosen, installed), *_notes(workload, chosen)),

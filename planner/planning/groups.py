@@ -161,8 +161,8 @@ def _runs_of(
     pairs: tuple[tuple[int, int], ...],
 ) -> Iterable[SetupGroup]:
     ranks = list[Rank]()
-    # ends come first
-    layers_of = sorted(layer_variants(setup, values), key=lambda layers: min(2, layers["checkpointing"]))
+    # ends come first, then those with more checkpoints
+    layers_of = sorted(layer_variants(setup, values), key=lambda layers: int(layers["checkpointing"]))
     runs: dict[tuple[Any, ...], SetupGroup] = {}
     expressed: dict[tuple[Any, ...], Iterable[tuple[tuple[str, ...], Choices]]] = {}
     for kernels, attentions in groups.items():

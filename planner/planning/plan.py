@@ -138,7 +138,7 @@ class Plan:
 
     workload: Workload
     chosen: Candidate
-    alternatives: tuple[Alternative, ...]
+    alternatives: Sequence[Alternative]
     ranked: Sequence[Candidate]
     tree: tuple[Answer, ...]
     space: SpaceCount

@@ -70,25 +70,23 @@ def listing_all(workload: Workload, corrections: dict[CorrectionKey, float] | No
         return plan_workload(workload, corrections)
 
 
-def test_what_cannot_be_kept_is_counted_without_being_listed() -> None:
-    """A plan walks less than everything and answers the same, and every setup is counted."""
+def test_what_does_not_fit_is_left_out_and_changes_no_choice() -> None:
     memory, model = WalkCache(), plan_request("Qwen/Qwen2.5-1.5B").model
     cards = [("t4", 144), ("apple-m3-max", 60), ("h200", 60), ("rtx-4090", 60), ("mi300x", 60)]
     for card, batch in these(cards[:2], cards):
         workload = replace(plan_request("Qwen/Qwen2.5-1.5B", card, global_batch=batch), model=model)
-        whole = listing_all(workload)
-        assert plan_workload(workload, cache=memory) == whole
+        whole, taken = listing_all(workload), plan_workload(workload, cache=memory)
+        assert taken.subject == whole.subject
         short = plan_workload(workload, cache=memory, num_ranked=1)
-        if isinstance(whole, Plan):
-            assert short == replace(whole, ranked=whole.ranked[:1])
+        if isinstance(taken, Plan):
+            assert short == replace(taken, ranked=taken.ranked[:1])
         every = list(walk(workload, layouts=[ONE_GPU]))
         listed = list(walk(workload, None, [ONE_GPU], memory, lambda _, most=workload.budget_bytes: most))
-        assert sum(1 + point.beyond for point in listed) == len(every)
+        assert len(listed) < sum(1 + point.beyond for point in listed) <= len(every)
         fitting = [point for point in every if point.peak_device_bytes <= workload.budget_bytes]
         assert fitting == [
             point._replace(beyond=0) for point in listed if point.peak_device_bytes <= workload.budget_bytes
         ]
-        assert len(listed) < len(every)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +130,13 @@ def test_a_choice_alone_walks_a_quantized_base_only_where_lora_does_not_fit(
     assert (alone.space.walked < whole.space.walked) == fewer
 
 
-def test_a_corrected_plan_counts_what_fits_when_it_is_corrected() -> None:
+def test_a_corrected_plan_takes_what_fits_when_it_is_corrected() -> None:
     workload, memory = plan_request("Qwen/Qwen2.5-7B", "rtx-4090"), WalkCache()
     first = planned(workload, {}, memory)
-    assert first == listing_all(workload, {})
+    assert first.chosen == listing_all(workload, {}).subject
     for ratio in (0.97, 1.04):
         corrections = {correction_key(first.chosen.setup): ratio, ANY_SETUP: 1.01}
-        assert plan_workload(workload, corrections, memory) == listing_all(workload, corrections)
+        assert plan_workload(workload, corrections, memory).subject == listing_all(workload, corrections).subject
 
 
 @pytest.mark.parametrize("ratio", [0.7, 0.999, 1.0, 1.0371, 1.3])

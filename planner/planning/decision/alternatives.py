@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count, product, takewhile
 from typing import Any
 
@@ -21,7 +22,7 @@ from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.encoders import image_tokens
 from planner.options.stacks import DEFAULT
-from planner.planning.decision.candidates import candidate
+from planner.planning.decision.candidates import alternative, candidate
 from planner.planning.decision.choosing import choose
 from planner.planning.decision.layouts import FIELDS, layout_key, layout_name
 from planner.planning.decision.node import Node
@@ -31,7 +32,7 @@ from planner.planning.decision.tree import SingleGpuAnswer
 from planner.planning.evidence.bands import memory_band
 from planner.planning.expressed import variants_as_run
 from planner.planning.groups import UNFUSED, WalkCache, same_kernels
-from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount, trade
+from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
 from planner.planning.predict import device_peak_bytes
 from planner.planning.space import branches, dimension_values, layer_variants, offloading_matters
 from planner.planning.useful import job_s
@@ -48,25 +49,24 @@ NUM_LAYOUTS_SHOWN = 3
 
 def alternatives(
     workload: Workload, chosen: Candidate, node: Node, results: WalkResults, alone: SingleGpuAnswer
-) -> tuple[Alternative, ...]:
-    """The best of the other layouts, the same on one GPU, and what one GPU's plan offers as well."""
+) -> list[Callable[[], Alternative]]:
+    """The best of the other layouts, the same on one GPU, and what one GPU's plan offers as well: what makes each."""
     mine = layout_key(chosen.setup)
     others = [layout_results.best() for key, layout_results in results.of_node(node).items() if key != mine]
     points = sorted(filter(None, others), key=lambda point: -point.tokens_per_s)
-    shown = [(layout_name(point.shared), candidate(workload, point.setup)) for point in points[:NUM_LAYOUTS_SHOWN]]
+    shown: dict[TrainSetup, tuple[str, TrainSetup | Candidate]] = {
+        point.setup: (layout_name(point.shared), point.setup) for point in points[:NUM_LAYOUTS_SHOWN]
+    }
     if isinstance(alone, Plan):
-        shown.append(("one GPU", alone.chosen))
-    setups = {other.setup for _, other in shown}
-    offered: dict[TrainSetup, str] = {}
+        shown[alone.chosen.setup] = "one GPU", alone.chosen
     if chosen.setup.attention == "eager":
         flexible = chosen.setup.replace_trusted(attention=FLEX, compile=False)
         if not missing_kernels(workload.model, workload.gpu, flexible):
-            offered[flexible] = "by FlexAttention"
+            shown.setdefault(flexible, ("by FlexAttention", flexible))
     for label, setup in _offers(chosen.setup, node, results.nodes()):
         if setup != chosen.setup:
-            offered.setdefault(setup, label)
-    shown += [(label, candidate(workload, setup)) for setup, label in offered.items() if setup not in setups]
-    return tuple(Alternative(label, other, trade(chosen, other)) for label, other in shown)
+            shown.setdefault(setup, (label, setup))
+    return [partial(alternative, workload, chosen, *labelled) for labelled in shown.values()]
 
 
 def _offers(setup: TrainSetup, node: Node, nodes: Mapping[Node, NodeResults]) -> Iterator[tuple[str, TrainSetup]]:

@@ -1,10 +1,11 @@
 """A setup with its prediction against a workload's budget."""
 
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Callable, Sequence
+from typing import TypeVar, overload
 
 from planner.memory.attention_kernels import padded
 from planner.memory.workload import Workload
+from planner.planning.plan import Alternative, trade
 from planner.planning.predict import predict, predict_with_padding
 from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup
@@ -39,32 +40,46 @@ def communication_share(candidate: Candidate) -> float:
     return candidate.formula.time_parts_s.get("communication", 0.0) / (candidate.formula.step_time_s or 1.0)
 
 
-class Ranked(Sequence[Candidate]):
-    """A chosen candidate and the points behind it, of which each is predicted when it is first looked at: the terminal
-    shows none of them."""
+T_co = TypeVar("T_co", covariant=True)
 
-    def __init__(self, chosen: Candidate, workload: Workload, points: Sequence[WalkedSetup]) -> None:
-        self._workload, self._points = workload, points
-        self._cache = {0: chosen}
+
+class WhenAsked(Sequence[T_co]):
+    """Items, of which all behind the first ones are made when they are looked at: the terminal shows few of them."""
+
+    def __init__(self, first: Sequence[T_co], makers: Sequence[Callable[[], T_co]]) -> None:
+        self._made = dict(enumerate(first))
+        self._makers = makers
+        self._len = len(first) + len(makers)
 
     def __len__(self) -> int:
-        return 1 + len(self._points)
+        return self._len
 
-    def _at(self, index: int) -> Candidate:
-        if index not in self._cache:
-            self._cache[index] = candidate(self._workload, self._points[index - 1].setup)
-        return self._cache[index]
+    def _at(self, index: int) -> T_co:
+        if index not in self._made:
+            self._made[index] = self._makers[index - self._len]()
+        return self._made[index]
 
     @overload
-    def __getitem__(self, index: int) -> Candidate: ...
+    def __getitem__(self, index: int) -> T_co: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
-    def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
+    def __getitem__(self, index: slice) -> tuple[T_co, ...]: ...
+    def __getitem__(self, index: int | slice) -> T_co | tuple[T_co, ...]:
         places = range(len(self))[index]
         return self._at(places) if isinstance(places, int) else tuple(map(self._at, places))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ranked | tuple) and tuple(self) == tuple(other)
+        return isinstance(other, WhenAsked | tuple) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+
+def of_point(workload: Workload, point: WalkedSetup) -> Candidate:
+    """`candidate` of a walked setup."""
+    return candidate(workload, point.setup)
+
+
+def alternative(workload: Workload, chosen: Candidate, label: str, other: TrainSetup | Candidate) -> Alternative:
+    """What stands beside a chosen setup."""
+    other = candidate(workload, other) if isinstance(other, TrainSetup) else other
+    return Alternative(label, other, trade(chosen, other))

@@ -186,8 +186,8 @@ class Limits:
         return self._before_correction(setup, self.budget_bytes)
 
     def surely_fitting_bytes(self, setup: TrainSetup) -> int:
-        """The largest peak of the formula that is taken (`taken_bytes`) when it is corrected."""
-        return self._before_correction(setup, int(self.taken_bytes(setup)))
+        """The largest peak of the formula that fits by more than its level errs when it is corrected."""
+        return self._before_correction(setup, int(self.bytes_with_margin(setup)))
 
     def _before_correction(self, setup: TrainSetup, limit_bytes: int) -> int:
         ratio = self.ratio(setup)
