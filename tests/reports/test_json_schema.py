@@ -64,8 +64,7 @@ def problems(validator: jsonschema.Draft202012Validator, document: Any) -> list[
     if isinstance(document, list):
         assert validator.is_valid(document) or "kind" not in document[0]
         return [problem for entry in document if "kind" in entry for problem in problems(validator, entry)]
-    whole = {"plan": "Plan", "no_plan": "NoPlan"} if "workload" in document else NAMES
-    name = whole.get(document["kind"], "BriefPlan")
+    name = NAMES.get(document["kind"], "BriefPlan")
     branch_validator = validator.evolve(schema={**validator.schema, "anyOf": [{"$ref": f"#/$defs/{name}"}]})
     return [
         f"{'.'.join(map(str, leaf.absolute_path))}: {leaf.message:.300}"
@@ -94,15 +93,13 @@ def test_answers_are_of_the_schema_and_the_short_ones_short(
     short = brief(whole, indent=INDENT)  # as `--json` prints it
     text = json.dumps(short, ensure_ascii=False, indent=INDENT)
     assert problems(validator, short) == []
-    assert validator.is_valid(whole) == validator.is_valid(short) == (case != "gpus")
+    assert validator.is_valid(short) == (case != "gpus")
     assert len(text.encode()) <= MAX_BYTES + 1
     if written:
-        assert problems(validator, json.loads(Path("plan", "plan.json").read_text())) == []
         assert any(launch["files"] for launch in short.get("launch", ())) == (code == 0)
         starts = [launch.get("run", "") for launch in short.get("launch", ())]
         assert any(start.startswith("cd plan && bash launch/run.sh install ") for start in starts) == (code == 0)
     if "workload" in whole:
-        assert problems(validator, whole) == []
         whole = whole["chosen" if whole["kind"] == "plan" else "nearest"]
     if "formula" in whole:
         best = next(whole[level] for level in ("dry_run", "formula") if whole[level])
@@ -113,15 +110,15 @@ def test_answers_are_of_the_schema_and_the_short_ones_short(
 @pytest.mark.parametrize(
     "harm",
     [
-        lambda document: document.pop("chosen"),
-        lambda document: document["chosen"].update(fits="yes"),
-        lambda document: document["chosen"]["formula"].update(peak_device_bytes="8 GiB"),
-        lambda document: document["workload"].update(colour="red"),
+        lambda document: document.pop("kind"),
+        lambda document: document.update(num_gpus="two"),
+        lambda document: document["memory"].update(peak_device_bytes="8 GiB"),
+        lambda document: document["setup"].update(colour="red"),
         lambda document: document.update(schema_version=0),
     ],
 )
 def test_what_is_no_answer_is_refused(harm: Any, validator: jsonschema.Draft202012Validator) -> None:
-    document = json.loads(json.dumps(plan_to_dict(make_plan())))
+    document = json.loads(json.dumps(brief(plan_to_dict(make_plan()))))
     assert validator.is_valid(document)
     harm(document)
     assert not validator.is_valid(document)
@@ -149,7 +146,7 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_recorded_schema_of_the_short_answers_holds() -> None:
     """A change is meant, and raises SCHEMA_VERSION where a reader of the old form would break."""
-    text = json.dumps(answer_schema(whole=False), indent=1) + "\n"
+    text = json.dumps(answer_schema(), indent=1) + "\n"
     if os.environ.get("UPDATE_DOCS"):
         RECORDED.write_text(text)
     assert RECORDED.read_text() == text
