@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shared import DATA, rows_of, write_rows
-from finetune_planner.cli.check import Fixing
+from finetune_planner.cli.check import fixed_text
 from finetune_planner.cli.checking import CheckRequest, load, predictor
 from finetune_planner.improvement import improve
 from planner.core.errors import PlannerError, Undetermined, UnknownModelError
@@ -47,10 +47,10 @@ def fixed(path: Path, config: Any, spec: Any, card: Any, keep: Path | None) -> s
     if improvement.setup.global_batch_seqs != config.setup.global_batch_seqs:
         return "another effective batch"
     try:
-        text = Fixing(path, config, improvement, spec, card=card).fixed().texts.get(path)
+        text = fixed_text(path, config, improvement, spec, card=card)
     except PlannerError as error:
         return f"not writable ({error.message})"
-    if keep is not None and text is not None:
+    if keep is not None:
         program = path.suffix in (".py", ".ipynb")
         tool = "python" if program else config.format if config.format in VALIDATORS else ""
         number = len(list(keep.glob("*-after*")))

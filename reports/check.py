@@ -171,13 +171,10 @@ def _render_fix(page: Page, fixed: Mapping[str, Any], *, fits: bool) -> None:
     outcome, changes = fixed["verdict"].replace("_", " "), "; ".join(fixed["changes"])
     page.line()
     if fixed["path"]:
-        paths = " and ".join([fixed["path"], *fixed["beside"]])
         speed = f", about {fixed['tokens_per_s']:,.0f} tokens/s" if fixed["tokens_per_s"] else ""
-        page.line(clean(f"wrote {paths} ({outcome}: {gib(fixed['peak_device_bytes'])}{speed}): {changes}"))
+        page.line(clean(f"wrote {fixed['path']} ({outcome}: {gib(fixed['peak_device_bytes'])}{speed}): {changes}"))
         for line in fixed["diff"]:
             page.command(clean(line))
-        for line in fixed["said"]:
-            page.line(clean(line))
         if fixed["needs"]:
             page.line(f"needs, where it runs: pip install {' '.join(fixed['needs'])}")
         if fixed["verdict"] != "fits":

@@ -2,11 +2,10 @@
 SARIF)."""
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -33,11 +32,8 @@ from planner.frameworks.exporters.install import packages_added
 from planner.frameworks.readers import FileContext, ReadConfig, canonical, read_text
 from planner.frameworks.readers.evaluating import setting_of
 from planner.frameworks.readers.loading import MAX_FILE_BYTES, read_bounded
-from planner.frameworks.readers.program.source import of_cells
 from planner.frameworks.readers.read import MAKEFILES, SUFFIXES, pinned, roots_of
-from planner.frameworks.readers.rewrite import in_cells, rewrite
-from planner.frameworks.readers.shell import SUFFIXES as SHELL_SUFFIXES
-from planner.frameworks.readers.shell import commands
+from planner.frameworks.readers.rewrite import rewrite
 from planner.frameworks.readers.types import overrides
 from planner.frameworks.tools import PROGRAMS, tool_of
 from planner.frameworks.tools.field import changed_fields
@@ -216,35 +212,20 @@ def _fixed(
     from difflib import unified_diff
 
     config, improved = result.config, improve(result, spec, predict, verify)
-    fixed, refused = Fixed({}), ""
+    text, refused = "", ""
     helps = bool(improved.labels) and improved.verdict is not Verdict.DOES_NOT_FIT
     try:
         if helps and not improved.needs_new_file:
-            fixed = Fixing(file, config, improved, spec, card=result.gpu, request=request).fixed()
+            text = fixed_text(file, config, improved, spec, card=result.gpu, request=request)
+            write_text(target, text, keep=True)
     except ConfigError as error:
         refused = error.message
-    targets = {
-        of: target if of == file else fixed_path(of) for of in sorted(fixed.texts, key=lambda path: path != file)
-    }
-    places = {place.resolve() for place in targets.values()}
-    if len(places) < len(targets) or places & {of.resolve() for of in fixed.read}:
-        raise UsageError("a fixed copy would stand over a file that was read", hint="give another name: --out")
-    for of, place in targets.items():
-        write_text(place, fixed.texts[of], keep=True)
-    written = [str(place) for place in targets.values()]
+    lines = unified_diff(read_bounded(file).splitlines(), text.splitlines(), file.name, target.name, n=1)
     return {
         "changes": list(improved.labels),
-        "diff": [
-            line.rstrip("\n")
-            for of, place in targets.items()
-            for line in unified_diff(
-                read_bounded(of).splitlines(), fixed.texts[of].splitlines(), of.name, place.name, n=1
-            )
-        ],
-        "path": written[0] if written else None,
-        "beside": written[1:],
-        "said": list(fixed.notes),
-        "needs": packages_added(config.setup, improved.setup) if written else [],
+        "diff": [line.rstrip("\n") for line in lines] if text else [],
+        "path": str(target) if text else None,
+        "needs": packages_added(config.setup, improved.setup) if text else [],
         "refused": refused,
         "by_hand": by_hand(config, improved) if refused else [],
         "command": command_of(spec.model_id, improved.setup, result.gpu, vars(limits))
@@ -434,202 +415,62 @@ def sarif(findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-MAX_NAMED = 20
-"""Files that a file names, and those that these name."""
-_WORD = re.compile(r"(?<![\w./${}-])[\w./${}-]+\.(?:py|ya?ml|json|sh)(?![\w-])")
-
-
-class Fixed(NamedTuple):
-    """Texts by the files that they are of; `notes`: what a person has to do, that the run takes them; `read`: every
-    file that was read for it."""
-
-    texts: dict[Path, str]
-    notes: tuple[str, ...] = ()
-    read: tuple[Path, ...] = ()
-
-
 def fixed_path(file: Path) -> Path:
     """Where the fixed text of a file goes."""
     return file.with_name(f"{file.stem}.fixed{file.suffix}")
 
 
-class Fixing:
-    """The texts of a file, and of those that it takes its settings from, with the setup's changes written in and their
-    names in what names them, proven by reading them back.
+def fixed_text(
+    file: Path,
+    config: ReadConfig,
+    improved: Improved,
+    spec: ModelSpec,
+    *,
+    card: GpuSpec | None = None,
+    request: CheckRequest | None = None,
+) -> str:
+    """The text of a file with the setup's changes written in, proven by reading it back.
 
     Raises:
-        ConfigError: their form does not allow it.
+        ConfigError: its form does not allow it, or the settings stand in another file.
     """
-
-    def __init__(
-        self,
-        file: Path,
-        config: ReadConfig,
-        improved: Improved,
-        spec: ModelSpec,
-        *,
-        card: GpuSpec | None = None,
-        request: CheckRequest | None = None,
-    ) -> None:
-        if "loop" in config.setup.stack:
-            raise ConfigError(f"{file.name} trains in a loop of its own, which has no settings to change")
-        request = request or CheckRequest()
-        self.file, self.config, self.improved, self.spec, self.request = file, config, improved, spec, request
-        self.edits = edits_of(config, improved)
-        named = {config.keys.get(field.of, field.key): field.of for field in tool_of(config.format).fields}
-        self.places = {
-            key: place for key, of in named.items() if key != HANDED and (place := config.origins.get(of))
-        }  # what hands the weights' type on stands nowhere yet, autocast's switch does
-        self.around = FileContext(
-            num_gpus=improved.setup.num_gpus,
-            roots=roots_of(file),
-            gpu=card,
-            arguments=request.arguments,
-            versions={**pinned(file), **request.versions},
-            objective=request.sets.get("objective", ""),
+    if "loop" in config.setup.stack:
+        raise ConfigError(f"{file.name} trains in a loop of its own, which has no settings to change")
+    request, edits, text = request or CheckRequest(), edits_of(config, improved), read_bounded(file)
+    named = {config.keys.get(field.of, field.key): field.of for field in tool_of(config.format).fields}
+    places = {
+        key: place for key, of in named.items() if key != HANDED and (place := config.origins.get(of))
+    }  # what hands the weights' type on stands nowhere yet, autocast's switch does
+    elsewhere = {place.rpartition(":")[0] for key, place in places.items() if key in edits and ":" in place} - {
+        file.name
+    }
+    if others := sorted(name for name in elsewhere if not name.startswith(f"{file.name}:")):
+        raise ConfigError(
+            f"{file.name} takes settings from {', '.join(others)}: --fix changes the file that it is given",
+            hint="check the file that says them, or make the changes by hand",
         )
-        self.texts = {file: read_bounded(file)}
-        self.named_by = dict(self._named())
-
-    def fixed(self) -> Fixed:
-        """The texts; new settings stand in the file itself, else where most of the others do."""
-        standing = [path for place in self.places.values() if (path := self._path(place)) is not None]
-        destinations = sorted({*standing} - {self.file}, key=lambda file: (-standing.count(file), str(file)))
-        problems: list[ConfigError] = []
-        for destination in (self.file, *destinations):
-            try:
-                return self._written(destination)
-            except ConfigError as error:
-                problems.append(error)
-        raise problems[-1 if self.file.name.endswith(SHELL_SUFFIXES) else 0]
-
-    def _named(self) -> Iterator[tuple[Path, Path]]:
-        """(file, the file that names it) of what stands in the file's text as a path, and of what stands in those."""
-        waiting = [self.file]
-        while waiting:
-            parent = waiting.pop(0)
-            inside = self.around
-            for folder in re.findall(r"\bcd[ \t]+[\"']?([\w./-]+)", self.texts[parent]):
-                inside = inside.below(folder)
-            for word in dict.fromkeys(_WORD.findall(self.texts[parent])):
-                parts = word.split("/")
-                ends = ["/".join(parts[at:]) for at in range(len(parts))]
-                path = next((resolved for end in ends if end and (resolved := inside.find(end)) is not None), None)
-                if path is None or len(self.texts) > MAX_NAMED:
-                    continue
-                if os.path.abspath(path) in map(os.path.abspath, self.texts):
-                    continue
-                try:
-                    self.texts[path] = read_bounded(path)
-                except ConfigError:
-                    continue
-                waiting.append(path)
-                yield path, parent
-
-    def _naming(self, path: Path) -> Path | None:
-        """The file, or one that it names, where the last part of a path stands."""
-        ways = {file: text for file, text in self.texts.items() if file == self.file or file in self.named_by}
-        return next((file for file, text in ways.items() if _renamed(text, path.name, "", file) != text), None)
-
-    def _path(self, place: str) -> Path | None:
-        """The file that a place names; None where the checked one writes it, or nobody does."""
-        name = place.rpartition(":")[0] if ":" in place else ""
-        if name in ("", self.file.name):
-            return self.file if name else None
-        ends = [path for path in self.texts if f"/{path.as_posix()}".endswith(f"/{name}") and path != self.file]
-        if len(ends) == 1:
-            return ends[0]
-        path = self.around.find(name) if not ends else None
-        if path is not None:
-            self.texts[path] = read_bounded(path)
-        return path
-
-    def _written(self, destination: Path) -> Fixed:
-        groups: dict[Path | str, dict[str, Any]] = {}
-        inner = self._inner()
-        for key, value in self.edits.items():
-            place = self.places.get(key, "")
-            name = place.rpartition(":")[0]
-            groups.setdefault(name if name in inner else self._path(place) or destination, {})[key] = value
-        imported = [path for path in groups if isinstance(path, Path) and path.suffix == ".py"]
-        for path in imported:
-            if path != self.file and path not in self.named_by:
-                raise ConfigError(f"{path.name} is imported: no name to change", hint="make the changes by hand")
-        texts = dict(self.texts)
-        for of, edits in sorted(groups.items(), key=lambda group: isinstance(group[0], Path)):
-            if isinstance(of, str):
-                texts[self.file] = _put(texts[self.file], inner[of], self._rewritten(inner[of], of, edits), self.file)
-            else:
-                texts[of] = self._rewritten(texts[of], of.name, edits)
-        notes: list[str] = []
-        names: dict[Path, str] = {}
-        for path in [edited for edited in groups if isinstance(edited, Path)]:
-            while path != self.file:
-                parent = self.named_by.get(path) or self._naming(path)
-                names[path] = fixed_path(path).name if parent is not None else path.name
-                if parent is None:
-                    notes.append(f"{self.file.name} names {path.name} by no literal: hand it {fixed_path(path).name}")
-                    break
-                texts[parent] = _renamed(texts[parent], path.name, fixed_path(path).name, parent)
-                path = parent
-        if len({*names.values()}) < len(names):
-            raise ConfigError("two files of one name would change", hint="make the changes by hand")
-        request, improved = self.request, self.improved
-        launcher = read_bounded(request.accelerate) if request.accelerate is not None else None
-        around = replace(self.around, written={name: texts[path] for path, name in names.items()})
-        back = read_text(
-            texts[self.file], self.file.name, model=self.spec, base=improved.setup, around=around, launcher=launcher
-        )
-        back = overrides(back, request.sets)
-        if canonical(back.setup) != canonical(improved.setup) or (
-            improved.eval_seqs and back.eval_seqs != improved.eval_seqs
-        ):
-            raise ConfigError(
-                f"{self.file.name} is written in a form that --fix cannot change safely",
-                hint="make the changes that plan check lists by hand",
-            )
-        return Fixed({path: text for path, text in texts.items() if text != self.texts[path]}, tuple(notes), (*texts,))
-
-    def _inner(self) -> dict[str, str]:
-        """Text of the files that the file itself writes before it trains, by the names that places have for them."""
-        if self.file.suffix == ".ipynb":
-            written = of_cells(self.texts[self.file])[1]
-        elif self.file.name.endswith(SHELL_SUFFIXES):
-            written = {
-                path: text
-                for command in commands(self.texts[self.file], self.file.name, self.around.num_gpus, ())
-                for path, text in command.written.items()
-            }
-        else:
-            return {}
-        return written | {path.rpartition("/")[2]: text for path, text in written.items()}
-
-    def _rewritten(self, text: str, name: str, edits: dict[str, Any]) -> str:
-        program = self.config.format in PROGRAMS
-        now = {key: value for key, value in self.config.values.items() if key in self.places} if program else {}
-        return rewrite(text, name, edits, call_line=self.config.call_line, places=self.places, now=now)
-
-
-def _put(text: str, before: str, after: str, file: Path) -> str:
-    """The text with a part of it changed: of a notebook, the rest of a cell."""
-    if file.suffix == ".ipynb":
-        return in_cells(
-            text, lambda cells: [_put(cell, before, after, Path()) if before in cell else cell for cell in cells]
-        )
-    if not before.strip() or text.count(before) != 1:
-        raise ConfigError(f"{file.name} writes a file in no one place", hint="make the changes by hand")
-    return text.replace(before, after)
-
-
-def _renamed(text: str, name: str, new: str, file: Path) -> str:
-    """The text with another file named, outside comments (of a notebook, in its code); as it was where nothing does."""
-    if file.suffix == ".ipynb":
-        return in_cells(text, lambda cells: [_renamed(cell, name, new, Path()) for cell in cells])
-    word = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-]|\.\w)")
-    return "".join(
-        word.sub(new, line[: line.find("#")]) + line[line.find("#") :] if "#" in line else word.sub(new, line)
-        for line in text.splitlines(keepends=True)
+    program = config.format in PROGRAMS
+    now = {key: value for key, value in config.values.items() if key in places} if program else {}
+    text = rewrite(text, file.name, edits, call_line=config.call_line, places=places, now=now)
+    around = FileContext(
+        num_gpus=improved.setup.num_gpus,
+        roots=roots_of(file),
+        gpu=card,
+        arguments=request.arguments,
+        versions={**pinned(file), **request.versions},
+        objective=request.sets.get("objective", ""),
     )
+    launcher = read_bounded(request.accelerate) if request.accelerate is not None else None
+    back = read_text(text, file.name, model=spec, base=improved.setup, around=around, launcher=launcher)
+    back = overrides(back, request.sets)
+    if canonical(back.setup) != canonical(improved.setup) or (
+        improved.eval_seqs and back.eval_seqs != improved.eval_seqs
+    ):
+        raise ConfigError(
+            f"{file.name} is written in a form that --fix cannot change safely",
+            hint="make the changes that plan check lists by hand",
+        )
+    return text
 
 
 STEPS = "steps_per_generation"

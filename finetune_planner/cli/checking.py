@@ -1,7 +1,6 @@
 """One file for `plan check`: read, its model and GPU resolved, predicted; its answer as JSON; of a
 program that cannot be read its `plan trace` command."""
 
-import ast
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,6 @@ from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.frameworks.exporters.install import BRINGS
 from planner.frameworks.readers import ReadConfig, read_config
-from planner.frameworks.readers.loading import read_bounded
 from planner.frameworks.readers.read import installs
 from planner.frameworks.readers.sharding import LAUNCHERS
 from planner.frameworks.readers.shell import SUFFIXES as SHELL_SUFFIXES
@@ -389,59 +387,7 @@ def exact(hint: str, file: Path, card: str, words: Sequence[str] = ()) -> str:
     if file.suffix in SHELL_SUFFIXES:
         return hint.replace(ANY, f"{traced} {shlex.join(['bash', str(file)])}")
     if file.suffix == ".py":
-        return hint.replace(ANY, f"{traced} {_python(file, words)}")
+        return hint.replace(ANY, f"{traced} {shlex.join(['python', str(file), *words])}")
     if file.suffix == ".ipynb":
         return hint.replace(ANY, f"{traced} {shlex.quote(str(file))}")
     return hint.replace("plan trace --", traced)
-
-
-def _python(file: Path, words: Sequence[str]) -> str:
-    """A program's start: as a module where it imports what lies here and not beside it, with what it requires."""
-    try:
-        tree = ast.parse(read_bounded(file))
-    except (PlannerError, SyntaxError, ValueError, RecursionError):
-        return shlex.join(["python", str(file)])
-    parts = file.with_suffix("").parts
-    module = not file.is_absolute() and len(parts) > 1 and all(part.isidentifier() for part in parts)
-    named = ["-m", ".".join(parts)] if module and _imports_from_here(tree, file) else [str(file)]
-    given = {word.partition("=")[0].replace("_", "-") for word in words}
-    required = [
-        flag for flag in _required(tree) if not words or (flag[0] == "-" and flag.replace("_", "-") not in given)
-    ]
-    blanks = [f"{flag} ..." if flag.startswith("-") else f"{flag.upper()}" for flag in required]
-    return " ".join([shlex.join(["python", *named, *words]), *blanks])
-
-
-def _imports_from_here(tree: ast.Module, file: Path) -> bool:
-    """Whether a package of the working directory is imported that the program's own folder has not."""
-    names = {
-        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and not node.level
-    }
-    names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    moved = any(isinstance(node, ast.Attribute) and node.attr == "path" for node in ast.walk(tree))  # sys.path
-    firsts = {name.partition(".")[0] for name in names}
-    return not moved and any(_lies_in(Path(), name) and not _lies_in(file.parent, name) for name in firsts)
-
-
-def _lies_in(folder: Path, name: str) -> bool:
-    return (folder / name).is_dir() or (folder / f"{name}.py").is_file()
-
-
-def _required(tree: ast.Module) -> Iterator[str]:
-    """The options of argparse that a program does not start without, in their order."""
-    for call in ast.walk(tree):
-        if not (
-            isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
-        ):
-            continue
-        flags = [
-            argument.value
-            for argument in call.args
-            if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
-        ]
-        keywords = {
-            keyword.arg: keyword.value.value for keyword in call.keywords if isinstance(keyword.value, ast.Constant)
-        }
-        optional = keywords.get("nargs") in ("?", "*") or any(keyword.arg == "default" for keyword in call.keywords)
-        if flags and (keywords.get("required") is True or (flags[0][:1] != "-" and not optional)):
-            yield next((flag for flag in flags if flag.startswith("--")), flags[0])

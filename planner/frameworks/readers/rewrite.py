@@ -7,7 +7,7 @@ import ast
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -50,7 +50,7 @@ def rewrite(
         return _rewrite_launch(text, name, edits)
     if not name.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(f"{name}: this kind of file cannot be changed in place", hint="make the changes by hand")
-    return _rewrite_mapping(text, name, edits, places, now)
+    return _rewrite_mapping(text, name, edits)
 
 
 def _rewrite_launch(text: str, name: str, edits: dict[str, Any]) -> str:
@@ -98,9 +98,7 @@ def _word(value: Any) -> str:
     return shlex.quote(text)
 
 
-def _rewrite_mapping(
-    text: str, name: str, edits: dict[str, Any], places: Mapping[str, str], now: Mapping[str, Any]
-) -> str:
+def _rewrite_mapping(text: str, name: str, edits: dict[str, Any]) -> str:
     as_json = name.endswith(".json")
     try:
         # a tab between JSON's values is a space to YAML; in its texts it cannot stand
@@ -111,10 +109,8 @@ def _rewrite_mapping(
         raise ConfigError(f"{name} must hold a mapping of settings", hint="one `key: value` per line")
     splices: list[tuple[int, int, str]] = []
     missing: dict[str, Any] = {}
-    settings = list(_settings(root))
     for key, value in edits.items():
-        setting = _written_at(settings, name, key, places.get(key, ""), now[key]) if key in now else None
-        setting = setting or _find(root, key.split("."))
+        setting = _find(root, key.split("."))
         shown = json.dumps(value) if as_json else scalar(value)
         if setting is None:
             missing[key] = value
@@ -123,14 +119,12 @@ def _rewrite_mapping(
         start, end = node.start_mark.index, node.end_mark.index
         named = re.compile(r"[\"']?\s*:\s+([*&])([^\s,\[\]{}]+)\s*").match(text, key_node.end_mark.index)
         if named is not None and named[1] == "*":  # one use of a value that others have too
-            start, end, shown = named.start(1), named.end(2), shown
-        elif any(other is key_node and shared for other, _, shared in settings):
-            raise ConfigError(
-                f"{name}: {key} stands where other settings have it from too (line {key_node.start_mark.line + 1})",
-                hint="make the change where it is set",
-            )
+            start, end = named.start(1), named.end(2)
         elif named is not None:
-            start = named.end()
+            raise ConfigError(
+                f"{name}: other settings may have {key} from line {key_node.start_mark.line + 1} too",
+                hint="make the change by hand",
+            )
         elif node.start_mark.index == node.end_mark.index:  # `key:` with nothing behind it
             start = end = text.index(":", key_node.end_mark.index) + 1
             shown = " " + shown
@@ -144,36 +138,6 @@ def _rewrite_mapping(
     for start, end, shown in sorted(splices, reverse=True):
         text = text[:start] + shown + text[end:]
     return _append(text, name, missing, as_json=as_json) if missing else text
-
-
-def _settings(root: yaml.Node) -> Iterator[tuple[yaml.Node, yaml.Node, bool]]:
-    """(key, value, whether an alias has it too) of every setting of a document, once."""
-    uses: dict[int, int] = {}
-    waiting, pairs = [root], []
-    while waiting:
-        node = waiting.pop()
-        uses[id(node)] = uses.get(id(node), 0) + 1
-        if isinstance(node, (yaml.MappingNode, yaml.SequenceNode)) and uses[id(node)] < 3:
-            inner = node.value if isinstance(node, yaml.SequenceNode) else [value for _, value in node.value]
-            waiting += inner
-            if isinstance(node, yaml.MappingNode) and uses[id(node)] == 1:
-                pairs += node.value
-    for key, value in pairs:
-        yield key, value, uses[id(value)] > 1
-
-
-def _written_at(
-    settings: list[tuple[yaml.Node, yaml.Node, bool]], name: str, key: str, place: str, now: Any
-) -> tuple[yaml.Node, yaml.Node]:
-    """(key node, value node) of the setting on the line that `place` names, that says what a program takes."""
-    line, loader = place.rpartition(":")[2], yaml.SafeLoader("")
-    there = [(key_node, value) for key_node, value, _ in settings if str(key_node.start_mark.line + 1) == line]
-    matches = [pair for pair in there if loader.construct_object(pair[1], deep=True) == now]
-    if len(matches) > 1:
-        matches = [pair for pair in matches if pair[0].value == key]
-    if len(matches) != 1:
-        raise ConfigError(f"{name}: {key} is no literal there ({place})", hint="make the change where it is set")
-    return matches[0]
 
 
 def _find(root: yaml.MappingNode, parts: list[str]) -> tuple[yaml.Node, yaml.Node] | None:
