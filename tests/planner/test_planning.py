@@ -15,6 +15,7 @@ from planner.models import catalogue
 from planner.options.rollouts import Rollout
 from planner.planning.answer import plan_workload
 from planner.planning.decision.layouts import ONE_GPU
+from planner.planning.decision.node import Node
 from planner.planning.decision.results import Limits, NodeResults, collect_into
 from planner.planning.groups import WalkCache
 from planner.planning.lora_rank import floor_of, planned_ranks
@@ -137,6 +138,13 @@ def test_a_corrected_plan_takes_what_fits_when_it_is_corrected() -> None:
     for ratio in (0.97, 1.04):
         corrections = {correction_key(first.chosen.setup): ratio, ANY_SETUP: 1.01}
         assert plan_workload(workload, corrections, memory).subject == listing_all(workload, corrections).subject
+
+
+def test_what_stands_beside_a_plan_fits_where_it_can_though_no_dry_run_looks_at_it() -> None:
+    """Where dry runs are to come, what may fit may be chosen: they look at it. An alternative has none."""
+    plan = planned(plan_request("meta-llama/Llama-3.1-8B", "rtx-4090"), {})
+    beside = {alternative.label: alternative.candidate.verdict for alternative in plan.alternatives}
+    assert beside["by TRL"] == beside[Node.EIGHT_BIT.words] == "fits"
 
 
 @pytest.mark.parametrize("ratio", [0.7, 0.999, 1.0, 1.0371, 1.3])

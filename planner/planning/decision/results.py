@@ -70,9 +70,12 @@ class NodeResults:
         padding = self.limits.padding if self.limits is not None else None
         return point.tokens_per_s * (padding.kept_fraction(point) if padding is not None else 1.0)
 
-    def best_of(self, wanted: Callable[[TrainSetup], bool]) -> WalkedSetup | None:
-        """The same of those whose shared setup is wanted."""
-        return self._find_preferred([point for point in self.sure if wanted(point.shared)])
+    def best_beside(self, wanted: Callable[[TrainSetup], bool] = lambda _: True) -> WalkedSetup | None:
+        """The best whose shared setup is wanted, for who is shown it and has no dry run of it: what fits by more than
+        its level errs goes first."""
+        points = [point for point in self.sure if wanted(point.shared)]
+        fitting = [point for point in points if point.peak_device_bytes <= self.bytes_with_margin(point)]
+        return self._find_preferred(fitting or points)
 
     def best_tight(self) -> WalkedSetup | None:
         """The same of all points that fit, whether or not the error band reaches past the budget."""

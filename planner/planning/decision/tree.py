@@ -307,7 +307,7 @@ def _program_answer(workload: Workload, best: WalkedSetup, results: NodeResults)
     if setup.stack == DEFAULT:
         reason = f"no other that is open to a plan gains more than {percent(PREFERENCE_FRACTION)}"
         return Answer("Which program?", title, reason)
-    plain = results.best_of(lambda shared: shared.stack == DEFAULT)
+    plain = results.best_beside(lambda shared: shared.stack == DEFAULT)
     others = f"TRL would run at {plain.tokens_per_s / best.tokens_per_s:.2f} times the speed" if plain else "TRL cannot"
     return Answer("Which program?", title, f"{others} (--target trl)")
 
@@ -316,7 +316,7 @@ def _generator_answer(workload: Workload, best: WalkedSetup, results: NodeResult
     from planner.planning.rollouts import needs_of, vllm_refusal  # late: few objectives generate
 
     roll = best.shared.rollout_settings
-    others = results.best_of(lambda shared: shared.rollout_settings.by_vllm != roll.by_vllm)
+    others = results.best_beside(lambda shared: shared.rollout_settings.by_vllm != roll.by_vllm)
     if roll.colocated:
         start, whole = needs_of(workload, roll)
         share = int(roll.vllm_fraction * workload.gpu.memory_bytes)
