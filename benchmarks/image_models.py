@@ -1,4 +1,4 @@
-"""Raw configurations of published models with eyes, for `benchmarks.frozen` and the tests: what their classes' defaults
+"""Raw configurations of published VLMs, for `benchmarks.frozen` and the tests: what their classes' defaults
 do not say; and setups that train them on pictures."""
 
 from typing import Any

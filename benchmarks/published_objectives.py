@@ -27,7 +27,7 @@ UNITS = {"allocated_gb": 1e9, "reserved_gib": 2**30, "device_gib": 2**30}
 
 
 def model_of(row: dict[str, Any]) -> ModelSpec | None:
-    """The row's model: of the catalogue, or one with eyes, in 4 bits but for the modules that its tool keeps."""
+    """The row's model: of the catalogue, or a VLM, in 4 bits but for the modules that its tool keeps."""
     if "picture_model" not in row:
         return load(row["model"]) if "model" in row else None
     name = row["picture_model"]

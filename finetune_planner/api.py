@@ -374,7 +374,7 @@ def _options(request: Mapping[str, Any]) -> dict[str, Any]:
     request = _named(request, KNOWN_AS)
     for name in request:
         if name not in kinds:
-            close = close_names(name, kinds, num=1)
+            close = close_names(name, (*kinds, "dry_run"), num=1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(kinds)}"
             raise UsageError(f"plan() has no option {name!r}", hint=hint)
     return {name: None if value is None else _taken(name, value, kinds[name]) for name, value in request.items()}

@@ -114,7 +114,7 @@ class RaceSheet(Sheet):
         page.line(self.level, style="bold")
         for heat in self.heats:
             page.head(workload_words(heat.workload))
-            page.whole(HEADER, _rows(heat), right=RIGHT, fixed=("fits",))
+            page.whole(HEADER, _rows(heat), right=RIGHT, fixed=("", "fits"))
             for label, value, words in _speeds(heat):
                 most = max(speed for _, speed, _ in _speeds(heat))
                 page.line(f"{'█' * max(1, round(30 * value / most)):30} {words:>9}  {label}")

@@ -193,8 +193,7 @@ def short_verdict(plan: Plan) -> str:
     base = {"int8": "an 8-bit base", "none": "the 16-bit model"}.get(setup.quantization, "a 4-bit base")
     if setup.quantize_experts and not setup.quantized:
         base = "a base with experts of 4 bits"
-    adapter = "LoRA" if setup.adapter == "lora" else setup.adapter
-    trained = "Full fine-tuning" if setup.method == "full" else f"{adapter} on {base}"
+    trained = "Full fine-tuning" if setup.method == "full" else f"{setup.kind.title} on {base}"
     words = f"{fits}. {trained}: {gib(memory.peak_device_bytes)} of {gib(chosen.budget_bytes)} ({memory_mark(memory)})"
     if speed.tokens_per_s and speed.step_time_s:
         words += f", {rate(speed.tokens_per_s)} ({speed_mark(speed)}), {seconds(speed.step_time_s)} per step"

@@ -268,6 +268,15 @@ def test_every_file_command_and_stack_that_a_page_names_is_there() -> None:
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name})" not in listed] == []
 
 
+def test_every_page_that_code_names_is_there() -> None:
+    """`docs/NAME.md` in a docstring or a message; `others`: of the projects that are cited."""
+    for folder in ("planner", "probes", "search", "reports", "finetune_planner", "tools", "benchmarks", "tests"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for page in re.findall(r"(?<![\w/])docs/([\w/-]+\.md)", file.read_text(encoding="utf-8")):
+                others = page in ("NAME.md", "TRAINING.md", "RESULTS.md") or page.startswith("source/")
+                assert others or (ROOT / "docs" / page).is_file(), f"{file}: docs/{page}"
+
+
 def test_every_benchmark_that_is_named_is_started_as_it_can_be() -> None:
     """`python -m benchmarks.NAME` finds the packages beside it, `python benchmarks/NAME.py` does not; each is there."""
     makefile = (ROOT / "Makefile").read_text()

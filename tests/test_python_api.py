@@ -130,6 +130,9 @@ def test_bad_words_are_errors_with_a_hint() -> None:
     with pytest.raises(PlannerError) as unknown:
         plan(MODEL, "rtx-4090", seqlen=5)  # type: ignore[call-arg]
     assert "seq_len" in unknown.value.hint
+    with pytest.raises(PlannerError) as flag:
+        plan(MODEL, "rtx-4090", no_dry_run=True)  # type: ignore[call-arg]
+    assert flag.value.hint == "did you mean dry_run?"
     with pytest.raises(PlannerError, match="rtx-40900"):
         plan(MODEL, "rtx-40900")
     with pytest.raises(PlannerError, match="named by a string"):

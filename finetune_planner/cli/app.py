@@ -41,7 +41,7 @@ COMMANDS = {
     "confirm": Command("probe", "confirm", "Run a plan's setup or launch file and compare with its promise."),
     "tune": Command("tune", "tune", "Search with GPU probes for the fastest setup that fits."),
     "check": Command("check", "check", "Does an existing training config fit, and what would make it faster?"),
-    "race": Command("race", "race", "Existing configs, or rivals' defaults, against the plan for the same work."),
+    "race": Command("race", "race", "Existing configs, or the tools' defaults, against the plan for the same work."),
     "diff": Command("diff", "diff", "What a new version or another config changes in memory and speed."),
     "oom": Command("oom", "oom", "Why a run ran out of memory, from its traceback, log or memory snapshot."),
     "trace": Command("trace", "trace", "Run any training program on a GPU that computes nothing."),

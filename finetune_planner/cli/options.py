@@ -168,7 +168,7 @@ class ImageOptions:
     """The pictures of a sample; None: text alone."""
 
     images_per_sample: Annotated[
-        int | None, typer.Option(help="Images of a sample, for models with eyes. Default: none.")
+        int | None, typer.Option(help="Images of a sample, for vision-language models. Default: none.")
     ] = None
     image_size: Annotated[str | None, typer.Option(help="Their pixels: PX or WIDTHxHEIGHT. Default 1024.")] = None
 

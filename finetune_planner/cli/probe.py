@@ -43,7 +43,7 @@ class ProbeOptions:
     limit: Limit = 180.0
     measure_seconds: MeasureSeconds = 20.0
     store: options.StorePath = None
-    again: Annotated[bool, typer.Option("--again", help="Measure even if the store knows the answer.")] = False
+    again: Annotated[bool, typer.Option("--again", help="Measure even if the store has this measurement.")] = False
     slurm: options.Slurm = None
     partition: options.Partition = None
 

@@ -232,7 +232,7 @@ SHARED = (
 SPLIT = (
     Flag(of="tensor_degree", many=True, help="GPUs that share every matrix", read=_gpus),
     Flag(of="context_degree", many=True, help="GPUs that share every sequence: fsdp2, or zero3 (Ulysses)", read=_gpus),
-    Flag(of="expert_degree", many=True, help="GPUs over which experts are dealt out: fsdp2", read=_gpus),
+    Flag(of="expert_degree", many=True, help="GPUs over which experts are distributed: fsdp2", read=_gpus),
     Flag(of="pipeline_degree", many=True, help="Stages the layers are cut into", read=_gpus),
     Flag(of="pipeline_schedule", name="schedule", values=fields.PIPELINE_SCHEDULES, help="1f1b (default), gpipe"),
 )
@@ -241,9 +241,9 @@ LAYOUT = (*SHARED, *SPLIT)
 AIM = (
     Flag(
         of="precomputed_reference",
-        help="dpo, kto: the reference is asked before the first step alone. Default: in every step",
+        help="dpo, kto: the reference runs once, before the first step. Default: in every step",
     ),
-    Flag(of="hard_negatives", help="embedding: texts beside each pair. Default 0", read=_counted),
+    Flag(of="hard_negatives", help="embedding: negative texts of each pair. Default 0", read=_counted),
     Flag(
         of="cached_seqs", help="embedding: sequences at once of a cached loss; 0: none. Default: planned", read=_counted
     ),
@@ -251,7 +251,7 @@ AIM = (
         of="trained_layers",
         help="So many of the last layers train, or carry adapters; negative: of the first. Default: all",
     ),
-    Flag(of="frozen_encoder", single=True, help="Whisper: the half that hears does not train. Default: it does"),
+    Flag(of="frozen_encoder", single=True, help="Whisper: the encoder is not trained. Default: it is"),
 )
 """Of single objectives and models: a reference, a contrastive batch and how much of it runs at once, an encoder."""
 ROLLOUT = (
@@ -286,7 +286,7 @@ FORMULA_ALONE = (
     Flag(of="lora_dropout", help="Share of the adapters' inputs that is dropped"),
     Flag(of="stack", help="Whose training step: " + ", ".join(fields.STACK_NAMES)),
     Flag(of="expandable_segments", help="As in PYTORCH_ALLOC_CONF; the stack's own default otherwise"),
-    Flag(of="fsdp_version", help="1: the older FSDP beside --parallel fsdp2, whose hooks keep layers' inputs"),
+    Flag(of="fsdp_version", help="1: FSDP version 1 (with --parallel fsdp2), whose hooks keep layers' inputs"),
     Flag(of="sync_each_batch", help="FSDP2 cuts every micro-batch's gradients; off: whole ones wait for the last"),
     Flag(
         of="reentrant_checkpointing", name="reentrant", help="use_reentrant of checkpointing; the stack's own otherwise"

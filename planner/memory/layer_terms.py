@@ -542,11 +542,11 @@ def add_mlp(
                 saved.add("mlp", inputs_saved(one_of_each, routed, dtype))
 
 
-# What a layer of routed experts holds where they are dealt out over GPUs: token dispatch, and the experts' own group.
+# What a layer of routed experts holds where they are distributed over GPUs: token dispatch, and the experts' own group.
 
 
 PAIR_BYTES = 11
-"""Beside what experts that are not dealt out keep of a (token, expert) pair: its place in the sent order, and marks."""
+"""Bytes of a (token, expert) pair beyond those without expert parallelism: its place in the sent order, and marks."""
 
 
 def replicas(setup: TrainSetup) -> int:
@@ -555,12 +555,12 @@ def replicas(setup: TrainSetup) -> int:
 
 
 def expert_parallel(layer: LayerSpec, context: LayerContext) -> bool:
-    """Whether the layer's experts are dealt out."""
+    """Whether the layer's experts are distributed."""
     return context.setup.expert_degree > 1 and layer.mlp is not None and layer.mlp.kind == "moe"
 
 
 def dispatched_moments(layer: LayerSpec, context: LayerContext, saved: Saved) -> tuple[tuple[int, int], ...]:
-    """Moments of a dealt-out layer's backward beside what it keeps, as `planner.memory.layers.constant_transients`:
+    """Moments of a distributed layer's backward beside what it keeps, as `planner.memory.layers.constant_transients`:
     (bytes beside the gathered weights of the whole layer, 0). Zeros of a layer without experts beside others with some.
 
     In order: a recomputed forward's end, with received rows, results and their way back; the experts' gradients beside

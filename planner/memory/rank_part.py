@@ -155,7 +155,7 @@ def tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
 
 
 def expert_shard(model: ModelSpec, degree: int) -> ModelSpec:
-    """One rank's share of a model whose experts are dealt out: an even number of each layer's, whole; all else as it
+    """One rank's share of a model whose experts are distributed: an even number of each layer's, whole; all else as it
     is.
 
     Source: transformers 5.23 `distributed/expert_parallel.py` MoEParamShard ("grouped_gemm").

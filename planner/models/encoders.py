@@ -47,7 +47,7 @@ _VISION_APART = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "mllama": "MllamaForConditionalGeneration",
 }
-"""Types whose causal class has no eyes, with the class that has them."""
+"""Types whose causal class has no vision encoder, with the class that has them."""
 
 
 def with_vision(model: ModelSpec) -> ModelSpec:
@@ -80,7 +80,7 @@ def encoder_of(model: ModelSpec, images: Images) -> "Encoder":
     """The encoder of a model for pictures of this size.
 
     Raises:
-        SetupError: a model without eyes, or whose eyes are not known here.
+        SetupError: a text model, or whose vision encoder is not known here.
     """
     width, height = images.width, images.height
     return model.once(("tower", width, height), lambda of: _encoder(of, width, height))
@@ -92,7 +92,7 @@ def _encoder(model: ModelSpec, width: int, height: int) -> "Encoder":
     if make is None:
         reason = f"what {model.model_type} makes of a picture is not known here ({', '.join(_MAKERS)} are planned)"
         raise SetupError(
-            f"images are not planned for {model.model_id}: {reason if vision else 'it has no eyes'}",
+            f"images are not planned for {model.model_id}: {reason if vision else 'it takes no images'}",
             hint="leave the images out: text alone is planned",
         )
     module, _, name = make.partition(".")

@@ -407,7 +407,7 @@ class ModelSpec:
 
     @cached_property
     def num_expert_parallel_weights(self) -> int:
-        """Elements of experts that are dealt out over GPUs (`planner.memory.rank_part.expert_shard`)."""
+        """Elements of experts that are distributed over GPUs (`planner.memory.rank_part.expert_shard`)."""
         return sum(
             linear.num_weights * num
             for layer, num in self.layer_counts

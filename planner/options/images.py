@@ -1,4 +1,4 @@
-"""`Images`: the pictures of a sample, of a model with eyes."""
+"""`Images`: the pictures of a sample, of a vision-language model."""
 
 from collections.abc import Mapping
 from dataclasses import fields

@@ -217,7 +217,7 @@ _ROWS = (
         title="a loop of one's own that keeps `outputs`",
         keeps_outputs=True,
         source="Python: a loop variable holds `outputs = model(...)` until it is assigned again; transformers 5.23 "
-        "loss/loss_utils.py ForCausalLMLoss. Measured: 11 runs on an RTX 4080, docs/accuracy/stacks.md",
+        "loss/loss_utils.py ForCausalLMLoss. Measured: 11 runs on an RTX 4080, docs/accuracy/bands.md",
         **_LOOP,
     ),
     Stack(

@@ -351,7 +351,7 @@ def _in_the_host(workload: Workload, planning: _Planning) -> Plan | None:
 
 
 def _by_device_map(workload: Workload, planning: _Planning) -> Plan | None:
-    """The plan with whole layers dealt to the GPUs of one node by one process, where only loading bars a quantized
+    """The plan with whole layers placed on the GPUs of one node by one process, where only loading bars a quantized
     base from being cut."""
     cluster = workload.cluster
     if cluster is None or cluster.num_nodes > 1 or workload.num_gpus == 1 or "parallel" in workload.fixed:

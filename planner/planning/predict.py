@@ -170,7 +170,9 @@ def with_padding(
     words = "; ".join([f"not with {without}"] * bool(without) + ["less with flash-attention-2"] * less)
     note = risk(
         f"samples of one length are counted: where those of a micro-batch differ {_PADDED[by_sdpa]}, "
-        f"{gib(max(0, peak - full))} more and {percent(max(0.0, 1 - 1 / longer))} slower" + f" ({words})" * bool(words)
+        f"{f'{gib(peak - full)} more and ' * (more > 0)}{percent(max(0.0, 1 - 1 / longer))} slower"
+        + f" ({words})"
+        * bool(words)
     )
     widest = max(bands["needed"])
     return replace(prediction, memory_band_fraction=widest, bands=bands, notes=(*prediction.notes, note))
@@ -374,7 +376,7 @@ def _overflow_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[s
 
 
 def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
-    from planner.memory.modality_encoder import encoder_adapted  # late: a model without eyes needs neither
+    from planner.memory.modality_encoder import encoder_adapted  # late: a text model needs neither
     from planner.models.encoders import SEEING, encoder_of, image_tokens
 
     if setup.images is None:

@@ -83,7 +83,7 @@ def _check_context(setup: SetupValues) -> None:
 
 
 def _check_experts(setup: SetupValues) -> None:
-    """What goes with experts that are dealt out over GPUs.
+    """What goes with experts that are distributed over GPUs.
 
     Source: transformers 5.23 `DistributedConfig` (`ep_size` divides `fsdp_size`), `distributed/fsdp.py` (its plan
     always frees a layer; mixes precision in bf16).

@@ -96,7 +96,7 @@ class Layout:
     """GPUs over which every sequence is cut (context or sequence parallelism): as a ring under FSDP2, by attention
     heads under ZeRO (Ulysses)."""
     expert_degree: int = 1
-    """GPUs over which every layer's experts are dealt out, whole (expert parallelism)."""
+    """GPUs over which every layer's experts are distributed, whole (expert parallelism)."""
     pipeline_degree: int = 1
     """Stages into which the layers are cut; accumulation_steps is then the micro-batches in flight."""
     pipeline_schedule: str = "1f1b"
@@ -114,7 +114,7 @@ class Layout:
 
     @property
     def is_split(self) -> bool:
-        """Whether something of one copy is cut or dealt out over GPUs that sharding would gather again."""
+        """Whether something of one copy is cut or distributed over GPUs that sharding would gather again."""
         return self.split_degree > 1 or self.expert_degree > 1
 
 

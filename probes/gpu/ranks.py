@@ -33,7 +33,7 @@ def why_not_probed(setup: TrainSetup) -> str:
     if setup.context_degree > 1:
         return "sequences cut over GPUs are not probed: `plan confirm` runs the emitted file itself"
     if setup.expert_degree > 1:
-        return "experts dealt out over GPUs are not probed: `plan confirm` runs the emitted file itself"
+        return "experts distributed over GPUs are not probed: `plan confirm` runs the emitted file itself"
     if setup.pipeline_degree > 1:
         return "pipeline parallelism is not probed: it needs the training engine itself; probe one stage's layers alone"
     if setup.zero and importlib.util.find_spec("deepspeed") is None:

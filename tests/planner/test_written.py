@@ -205,7 +205,7 @@ def _made(node: ast.expr) -> bool:
 
 
 def cases() -> list[ExportRequest]:
-    """The sweep's setups and objectives with these hyperparameters, and models with eyes."""
+    """The sweep's setups and objectives with these hyperparameters, and vision-language models."""
     requests = [request(setup, hyper=HYPER) for setup in [*setups(), *objective_layouts()]]
     requests += [
         request(TrainSetup(objective="dpo", precision=precision, loss="full"), hyper=HYPER) for precision in PRECISIONS

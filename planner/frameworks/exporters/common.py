@@ -244,7 +244,7 @@ def tuned(key: str, hyper: Hyperparameters, name: str) -> Line:
 def allocator_settings() -> dict[str, str]:
     """The allocator's settings that every launch file for NVIDIA sets, and every probe runs with.
 
-    `expandable_segments` removes most of the gap between reserved and allocated memory (docs/memory.md). torch >= 2.9
+    `expandable_segments` removes most of the gap between reserved and allocated memory (docs/dry-run.md). torch >= 2.9
     reads PYTORCH_ALLOC_CONF, older ones PYTORCH_CUDA_ALLOC_CONF; both are set to the same value.
     """
     value = "expandable_segments:True"

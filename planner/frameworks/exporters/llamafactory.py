@@ -234,7 +234,7 @@ _TEMPLATES = {
     "mistral3": "mistral_small",  # of the text below it: "ministral3"
     "internvl": "intern_vl",
 }
-"""Its template of a model with eyes, which says what stands for a picture (0.9.5 `data/template.py`)."""
+"""Its template of a vision-language model, which says what stands for a picture (0.9.5 `data/template.py`)."""
 
 
 def _template(request: ExportRequest) -> Line:
@@ -274,7 +274,7 @@ def _evaluates(request: ExportRequest, runs: TrainSetup) -> bool:
 
 
 def _images(request: ExportRequest) -> list[Line]:
-    """What of a model with eyes is trained, and the largest picture; nothing of text alone.
+    """What of a vision-language model is trained, and the largest picture; nothing of text alone.
 
     Source: LLaMA-Factory 0.9.5 `hparams/model_args.py` ProcessorArguments, `data/mm_plugin.py` _preprocess_image
     (scales down to `image_max_pixels`), `model/adapter.py` _setup_full_tuning, `model/model_utils/visual.py`.

@@ -184,7 +184,7 @@ def _parallelism(setup: TrainSetup) -> list[Line]:
             Line("context_parallel_rotate_method", "allgather"),
         ]
     if setup.expert_degree > 1:
-        lines.append(Line("expert_parallel_degree", setup.expert_degree, "GPUs over which experts are dealt out"))
+        lines.append(Line("expert_parallel_degree", setup.expert_degree, "GPUs over which experts are distributed"))
     if sharded:
         lines.append(Line("fsdp_reshard_after_forward", "always" if setup.reshard_after_forward else "never"))
     if setup.pipeline_degree > 1:

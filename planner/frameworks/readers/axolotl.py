@@ -376,5 +376,7 @@ def _mesh(settings: Settings) -> Layout:
         )
     if mesh == experts:
         return {**layout, "expert_degree": experts}
-    settings.approximate("experts dealt out beside FSDP (expert_parallel_size) are counted as if it sharded everything")
+    settings.approximate(
+        "experts distributed beside FSDP (expert_parallel_size) are counted as if it sharded everything"
+    )
     return layout

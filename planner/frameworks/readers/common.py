@@ -295,7 +295,7 @@ def pictures(settings: Settings, fields: Mapping[str, Any], keys: Mapping[str, A
 
 
 def without_encoder(settings: Settings, names: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """All linear layers of the text alone, of a model with eyes, as tools take them that keep its encoder frozen."""
+    """All linear layers of the text alone of a vision-language model, as tools take them that freeze its encoder."""
     model = settings.model
     if names != "all-linear" or model is None or model.model_type not in SEEING:
         return names
@@ -311,9 +311,9 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
     fields = _as_paused(settings, fields)
     whole = {**fields, "expert_degree": 1}
     copied = fields.get("parallel") == "ddp"
-    dealt_out = (fields.get("method") == "full" or copied) and (_can_be(fields) or not _can_be(whole))
-    if fields.get("expert_degree", 1) > 1 and not dealt_out:
-        settings.approximate("experts dealt out over GPUs are counted here as if every GPU that shards held them all")
+    distributed = (fields.get("method") == "full" or copied) and (_can_be(fields) or not _can_be(whole))
+    if fields.get("expert_degree", 1) > 1 and not distributed:
+        settings.approximate("experts distributed over GPUs are counted here as if every GPU that shards held them all")
         fields = whole
     try:
         return TrainSetup(**fields)

@@ -235,7 +235,7 @@ def stage_of(settings: Settings, values: Mapping[str, Any]) -> Layout:
     expert_parallel = values.get("expert_parallel")
     if isinstance(expert_parallel, dict) and expert_parallel.get("enabled"):
         settings.approximate(
-            "experts dealt out by DeepSpeed (expert_parallel) are counted as if ZeRO alone sharded them"
+            "experts distributed by DeepSpeed (expert_parallel) are counted as if ZeRO alone sharded them"
         )
     devices = {}
     for key, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_params")):

@@ -71,7 +71,7 @@ SHORT_NAMES = {
 }
 """Words of `--set` for fields of a setup, beside their own names."""
 TEXT_ALONE = "pictures are not counted: only the data says whether it shows any (--set images=1x1024x1024)"
-"""The assumption about a model with eyes whose file says nothing of its data."""
+"""The assumption about a vision-language model whose file says nothing of its data."""
 FROZEN_ENCODER = " keeps the vision encoder frozen: with pictures it is counted as trained"
 ON_TEXT = " trains the vision encoder on text too: its gradients and optimizer states are not counted without pictures"
 """Ends of approximations of full fine-tuning with pictures alone, and of that without any."""

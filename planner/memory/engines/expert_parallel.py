@@ -1,4 +1,4 @@
-"""Experts dealt out over GPUs under FSDP2: what a rank stores of them, and what two groups to a layer gather.
+"""Experts distributed over GPUs under FSDP2: what a rank stores of them, and what two groups to a layer gather.
 
 transformers wraps a layer's experts as a group of their own, over the ranks that hold the same experts, inside the
 layer's, which is over all ranks (`planner.memory.layer_terms` for what a layer's backward holds of it).

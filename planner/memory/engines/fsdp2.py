@@ -119,7 +119,7 @@ class Fsdp2(Engine):
         )
 
     def _expert_parallel_state(self, part: RankPart, setup: TrainSetup, *, accumulated: bool) -> RankState:
-        """The state where experts are dealt out: the rest of the model sharded over all ranks, they in their own
+        """The state where experts are distributed: the rest of the model sharded over all ranks, they in their own
         groups."""
         inner, rest = self.computes(setup), without_experts(part.model)
         share, groups = share_of(part.model, replicas(setup)), gathered_groups(rest, inner, setup.shards)

@@ -125,18 +125,18 @@ def context_refuses(model: ModelSpec, setup: TrainSetup) -> str:
                 "alone (accelerate 1.15 _attach_context_parallel_hooks)"
             )
         heads, kv_heads = attention.num_heads, attention.num_kv_heads
-        # key-value heads are dealt out, or each is repeated for the GPUs that share it
+        # key-value heads are distributed, or each is repeated for the GPUs that share it
         divide = heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
         if not setup.uses_ring_attention and not divide:
             return (
-                f"{heads} heads and {kv_heads} key-value heads cannot be dealt out to "
+                f"{heads} heads and {kv_heads} key-value heads cannot be distributed over "
                 f"{degree} GPUs (DeepSpeed 0.19 UlyssesSPAttentionHF)"
             )
     return ""
 
 
 def experts_refuse(model: ModelSpec, setup: TrainSetup) -> str:
-    """Why no engine deals out this model's experts so; "" where one does, or none are dealt out."""
+    """Why no engine distributes this model's experts so; "" where one does, or none are distributed."""
     degree = setup.expert_degree
     if degree == 1 or setup.parallel == "ddp":  # DeepEP's, of setups that are read
         return ""
@@ -147,7 +147,7 @@ def experts_refuse(model: ModelSpec, setup: TrainSetup) -> str:
         )
     stacks = model.expert_stacks
     if not stacks:
-        return f"{model.model_type} has no stacked experts that could be dealt out over GPUs"
+        return f"{model.model_type} has no stacked experts that could be distributed over GPUs"
     if model.model_type not in model_types("expert_plan"):
         return (
             f"transformers has no plan that dispatches {model.model_type}'s tokens to experts elsewhere (5.23 "
@@ -159,9 +159,9 @@ def experts_refuse(model: ModelSpec, setup: TrainSetup) -> str:
             "its FSDP2 cannot shard again (5.23, tried: overlapping meshes)"
         )
     if uneven := next((num for num in stacks if num % degree), 0):
-        return f"{uneven} experts cannot be dealt out evenly to {degree} GPUs (transformers 5.23 MoEParamShard)"
+        return f"{uneven} experts cannot be distributed evenly over {degree} GPUs (transformers 5.23 MoEParamShard)"
     if not OPTIMIZERS[setup.optimizer].steps_dtensors:
-        return f"{setup.optimizer} has no step for the DTensors of dealt-out experts (bitsandbytes issue 1633)"
+        return f"{setup.optimizer} has no step for the DTensors of distributed experts (bitsandbytes issue 1633)"
     return ""
 
 

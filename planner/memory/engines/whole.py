@@ -46,9 +46,9 @@ class _Whole(Engine):
         reached = trained.reached
         allocations = _whole(part, inner, setup, trained, reached, accumulated)
         if self.buckets:
-            # dealt-out experts are left out of them
-            dealt = part.model.num_expert_parallel_weights if setup.method == "full" else 0
-            in_buckets = trained.size_bytes - dealt * trained.outer_bytes
+            # distributed experts are left out of them
+            expert_weights = part.model.num_expert_parallel_weights if setup.method == "full" else 0
+            in_buckets = trained.size_bytes - expert_weights * trained.outer_bytes
             if setup.method == "full":  # adapters that get no gradient are among those trained
                 in_buckets += unused_bytes(part.model, inner)
             allocations.append(gradient_allocation("DDP's buckets", in_buckets))

@@ -5,7 +5,7 @@ Stages, each tried only where the ones before leave something open (see `planner
     replicate   DDP: every GPU holds everything
     shard       ZeRO-1, ZeRO-2, FSDP2 (reshard off, on, hybrid over nodes), ZeRO-3: the more sharded, the more sent
     split       tensor parallelism within a node, pipeline parallelism, and both, over DDP or FSDP2; long sequences cut
-                over GPUs (context parallelism) under FSDP2 or ZeRO-3; experts dealt out over a node's GPUs under FSDP2
+                over GPUs (context parallelism) under FSDP2 or ZeRO-3; experts over a node's GPUs under FSDP2
     offload     optimizer states, or those and the weights, in the host's memory
     other       DP in one process, device-map, GPipe: explained, walked only when asked for
 
@@ -227,7 +227,7 @@ def _why_left_out(workload: Workload, setup: TrainSetup) -> str:
     if refused := workload.objective_spec.layout_refusal(setup.parallel, split=setup.is_split):
         return refused
     if batch % setup.data_degree:
-        return f"the global batch of {batch} sequences cannot be dealt out evenly to {setup.data_degree} copies"
+        return f"the global batch of {batch} sequences cannot be distributed evenly over {setup.data_degree} copies"
     if setup.pipeline_degree > model.num_layers:
         return f"{model.num_layers} layers cannot be cut into {setup.pipeline_degree} stages"
     for attention in filter(None, (layer.attention for layer in model.layer_kinds)):

@@ -402,24 +402,26 @@ def activation_answers(
     if family.num_gpus == 1 and supervised and STACKS[family.stack].runs_trainer:
         answers.append(_compile_answer(workload, best.setup))
     if (unchecked := results.smallest_unchecked) is not None:
-        answers.append(_checkpointing_answer(unchecked.peak_device_bytes, family, workload))
+        answers.append(_checkpointing_answer(unchecked.peak_device_bytes, best.setup, workload))
     return [*answers, _micro_batch_answer(best, workload, same_node)]
 
 
-def _checkpointing_answer(need: int, family: TrainSetup, workload: Workload) -> Answer:
+def _checkpointing_answer(need: int, setup: TrainSetup, workload: Workload) -> Answer:
     least, budget = least_words(workload), workload.budget_bytes
     if never_runs(need, budget):
         return Answer(CHECKPOINTING, "yes", "without it the step stops with an error")
     if need > budget:
         choice, reason = "yes", f"without it {least} would need {gib(need)}, {gib(need - budget)} too much"
-    elif family.checkpointing:
+    elif setup.checkpointing:
         choice = "yes"
-        reason = f"{least} would fit without it ({gib(need)}), but the larger micro-batch it allows is faster"
+        larger = setup.micro_batch_seqs > setup.objective_spec.least_samples
+        but = "the larger micro-batch it allows is faster" if larger else f"with {gib(budget - need)} to spare only"
+        reason = f"{least} would fit without it ({gib(need)}), but {but}"
     else:
         choice = "no"
         reason = f"without it {least} would need {gib(need)}, which fits, and nothing has to be recomputed"
-    if family.checkpointing > 1 and choice == "yes":
-        choice = f"every {family.checkpointing} layers"
+    if setup.checkpointing > 1 and choice == "yes":
+        choice = f"every {setup.checkpointing} layers"
     return Answer(CHECKPOINTING, choice, reason, need, budget)
 
 

@@ -203,7 +203,7 @@ def _attended(speed: SpeedModel, setup: TrainSetup, dtypes: DtypePolicy) -> tupl
 
 
 def _waits(speed: SpeedModel, setup: TrainSetup) -> bool:
-    """Whether the host waits for the GPU in every layer: experts one by one, or dealt out over GPUs (how many tokens go
+    """Whether the host waits for the GPU in every layer: experts one by one or over several GPUs (how many tokens go
     where), unpadding, the outlier search of LLM.int8(), which asks for its columns, per matrix."""
     conditions = speed.conditions
     loops = conditions.loop_experts and speed.inv.num_experts_run > 0

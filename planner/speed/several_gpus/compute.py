@@ -101,7 +101,7 @@ class Rank:
         return self._speed.bandwidth
 
     def _stepped(self, shards: int) -> float:
-        """Trained elements of this rank's share: a part's experts that are dealt out are cut over fewer ranks."""
+        """Trained elements of this rank's share: a part's experts that are distributed are cut over fewer ranks."""
         more = (self._setup.expert_degree - 1) * (shards > 1) * self.part.num_expert_parallel_weights
         return (self.profile.family.trained_params + more) / shards
 

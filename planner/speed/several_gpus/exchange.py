@@ -237,7 +237,7 @@ def context_s(part: ModelSpec, setup: TrainSetup, collectives: Collectives, seqs
 def experts_s(
     part: ModelSpec, setup: TrainSetup, collectives: Collectives, bandwidth: float, seqs: int
 ) -> tuple[float, float]:
-    """Forward and backward seconds in which dealt-out experts get their tokens, in every layer that has them;
+    """Forward and backward seconds in which distributed experts get their tokens, in every layer that has them;
     recomputed layers repeat the forward's. None of it is hidden: the host waits for the counts.
 
     Two exchanges from all to all, of every token's active copies to the experts and back, each way again in the

@@ -34,7 +34,7 @@ LAYOUT_PARTS = (*PARTS, "communication", "bubble", "offload")
 stages; offload: copies to and from the host, and the optimizer step on its CPUs."""
 
 DEALT_BAND = 0.5
-"""Half-width of the band of speeds with experts dealt out over GPUs. Judgement: transformers' own exchange was measured
+"""Half-width of the band of speeds under expert parallelism. Judgement: transformers' own exchange was measured
 nowhere; with other kernels six runs were 6 to 16 % slower than counted, one 2.1 times as fast (benchmarks/
 dealt_experts.py)."""
 
@@ -341,7 +341,7 @@ class LayoutProfile:
     def _notes(self) -> list[str]:
         if self._setup.expert_degree > 1:
             return [
-                "Nobody has published a speed of experts dealt out as here: their exchange of tokens is counted at the "
+                "Nobody has published a speed of experts spread as here: their exchange of tokens is counted at the "
                 "links' rate with balanced routing, the band is judgement. Fused kernels (DeepEP) are about twice as "
                 "fast."
             ]
@@ -358,7 +358,7 @@ class LayoutProfile:
 def _program_beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:
     """The speeds by program of what a rank computes, or where an engine's own types have none, of what one GPU does
     (with a whole sequence where this is cut): found once for all that differ in what no micro-batch asks. None of
-    dealt-out experts."""
+    distributed experts."""
     if setup.expert_degree > 1:
         return None
     setup = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1, optimizer="sgd")

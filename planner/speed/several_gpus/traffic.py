@@ -25,7 +25,7 @@ class Traffic:
         layer_gradient_bytes, root_gradient_bytes: the same of trained weights.
         last_gradient_bytes: gradients that are ready only when the backward ends (the embedding's, or the first
             layer's where it is frozen): nothing is left to hide them behind.
-        expert_bytes, expert_gradient_bytes: of an average layer, where they are dealt out over GPUs and the two above
+        expert_bytes, expert_gradient_bytes: of an average layer, where they are distributed over GPUs and the two above
             leave them out: those of this rank.
         logit_bytes: of one token's logits.
         trained_params: elements that the optimizer updates.

@@ -1,4 +1,4 @@
-"""Experts that are dealt out over GPUs: bytes and seconds by hand, refusals, what stays as it is."""
+"""Experts that are distributed over GPUs: bytes and seconds by hand, refusals, what stays as it is."""
 
 from dataclasses import replace
 from typing import Any
