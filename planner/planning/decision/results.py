@@ -42,6 +42,7 @@ class NodeResults:
         worst_quality: the worst `policy.full_quality` that is taken where something better surely fits.
         nearest: (peak over what would surely fit, point) of the point that fits and has the least of it.
         preferred: of the points that surely fit, and of all that do: after how many walked points, and which.
+        margins: `bytes_with_margin` of points that share a setup, by its identity, and an attention.
     """
 
     walked: int = 0
@@ -54,6 +55,7 @@ class NodeResults:
     nearest: tuple[float, WalkedSetup] | None = None
     worst_quality: int = 1
     preferred: dict[bool, tuple[int, WalkedSetup | None]] = field(default_factory=dict)
+    margins: dict[tuple[int, str], float] = field(default_factory=dict)
 
     def best(self) -> WalkedSetup | None:
         """The best that surely fits; where nothing does, what comes nearest to it: more memory then never means less
@@ -70,11 +72,16 @@ class NodeResults:
         padding = self.limits.padding if self.limits is not None else None
         return point.tokens_per_s * (padding.kept_fraction(point) if padding is not None else 1.0)
 
-    def best_beside(self, wanted: Callable[[TrainSetup], bool] = lambda _: True) -> WalkedSetup | None:
+    def best_beside(self, wanted: Callable[[TrainSetup], bool] | None = None) -> WalkedSetup | None:
         """The best whose shared setup is wanted, for who is shown it and has no dry run of it: what fits by more than
-        its level errs goes first."""
-        points = [point for point in self.sure if wanted(point.shared)]
-        fitting = [point for point in points if point.peak_device_bytes <= self.bytes_with_margin(point)]
+        its level errs goes first, which all of `sure` does where no dry runs follow."""
+        followed = self.limits is not None and self.limits.corrections is not None
+        if wanted is None and not followed:
+            return self.best_sure()
+        points = [point for point in self.sure if wanted is None or wanted(point.shared)]
+        fitting = [
+            point for point in points if not followed or point.peak_device_bytes <= self.bytes_with_margin(point)
+        ]
         return self._find_preferred(fitting or points)
 
     def best_tight(self) -> WalkedSetup | None:
@@ -99,14 +106,10 @@ class NodeResults:
             points = [point for point in points if not full_quality(point.shared)]
             if not points:
                 return None
-        sure = dict[tuple[int, str], float]()  # points of a run share one object
 
         def preference(point: WalkedSetup) -> tuple[bool, int, int, int, float]:
             lossy, simple = point_tie_break(point.shared, point.attention, point.loss, point.optimizer)
-            key = id(point.shared), point.attention
-            if key not in sure:
-                sure[key] = self.bytes_with_margin(point)
-            tight = point.peak_device_bytes > sure[key]
+            tight = point.peak_device_bytes > self.bytes_with_margin(point)
             return tight, lossy, simple, point.peak_device_bytes, -point.tokens_per_s
 
         given, padding, open_points = self.limits.given_fraction, self.limits.padding, points
@@ -123,8 +126,11 @@ class NodeResults:
 
     def bytes_with_margin(self, point: WalkedSetup) -> float:
         """The largest peak at which a point fits by more than its level errs."""
-        setup = point.shared.replace_trusted(attention=point.attention)
-        return self.limits.bytes_with_margin(setup) if self.limits is not None else 0.0
+        key = id(point.shared), point.attention
+        if key not in self.margins:
+            setup = point.shared.replace_trusted(attention=point.attention)
+            self.margins[key] = self.limits.bytes_with_margin(setup) if self.limits is not None else 0.0
+        return self.margins[key]
 
     def ranked(self) -> list[WalkedSetup]:
         return sorted(self.fitting, key=lambda point: -point.tokens_per_s)
