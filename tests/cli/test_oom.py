@@ -358,6 +358,18 @@ def test_others_and_pieces_come_first_only_where_they_would_have_been_enough() -
     assert [cause.name for cause in whole.causes] == ["one allocation", "loss"]
 
 
+def test_ranks_that_all_load_onto_one_card_are_told_from_strangers() -> None:
+    """Numbers next to one another (rwth-i6/returnn#1469, huggingface/trl#3172), or far apart."""
+
+    def first(*numbers: int) -> str:
+        others = "".join(f"Process {number} has 5.00 GiB memory in use. " for number in numbers)
+        return diagnose(NEW.format(**{**PLAIN, "others": others})).causes[0].changes[0]
+
+    assert "LOCAL_RANK" in first(3427, 3423, 3424, 3426)
+    assert "nvidia-smi" in first(441650, 449657)
+    assert "nvidia-smi" in first(41)
+
+
 def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

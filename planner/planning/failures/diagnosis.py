@@ -21,6 +21,7 @@ from planner.planning.failures.message import (
     sentences_of,
 )
 
+OWN_CARD = "each rank on its card before anything loads: torch.cuda.set_device(LOCAL_RANK), device_map={'': LOCAL_RANK}"
 MANY_BYTES = GIB // 2
 """What other processes may hold before they are a cause: a desktop takes some hundred MiB."""
 LARGE_FRACTION = 0.1
@@ -162,11 +163,14 @@ def _others(message: Message) -> tuple[Cause | None, int]:
     others, total = message.other_bytes or 0, message.total_bytes or 0
     if not MANY_BYTES < others <= total:
         return None, 0
-    changes = (
+    changes: tuple[str, ...] = (
         "nvidia-smi shows them: an earlier run that did not end, a notebook's kernel, vLLM, the desktop",
         "CUDA_VISIBLE_DEVICES for a card that is free",
     )
     words = f"other processes hold {gib(others)} of the card's {gib(total)}"
+    if message.num_neighbours:
+        words += f"; {message.num_neighbours} have numbers next to one another, as the ranks of one launch have"
+        changes = (OWN_CARD, *changes)
     return Cause("other processes", words, changes), others
 
 

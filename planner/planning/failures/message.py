@@ -47,7 +47,7 @@ _ARROW = re.compile(
     r"^-{1,12}> {0,8}(?P<line>\d{1,9}) (?P<code>[^\n]{1,300})|❱ {0,8}\d{1,9} │(?P<boxed>[^\n]{1,300})", re.MULTILINE
 )
 """The line that was run, as IPython and rich mark it."""
-_OTHER = re.compile(rf"Process \d{{1,10}} has {_SIZE} memory in use")
+_OTHER = re.compile(rf"Process (\d{{1,10}}) has {_SIZE} memory in use")
 _FIGURES = {
     "tried_bytes": re.compile(rf"Tried to allocate {_SIZE}"),
     "total_bytes": re.compile(rf"(?:total capac\w{{1,5}} of |GPU \d{{1,4}}; ){_SIZE}"),
@@ -152,6 +152,7 @@ class Message:
         frames: the last traceback's, the innermost last; `code`: the source line before the error, often pasted alone.
         tried_bytes: the allocation that failed.
         other_bytes: what other processes hold on the card, where the message counts them.
+        num_neighbours: how many of the others have numbers next to one another, as the ranks of one launch have.
         unallocated_bytes: what PyTorch holds in cached blocks of the wrong size.
     """
 
@@ -166,6 +167,7 @@ class Message:
     unallocated_bytes: int | None = None
     graphs_bytes: int | None = None
     other_bytes: int | None = None
+    num_neighbours: int | None = None
 
 
 def read_message(text: str) -> Message:
@@ -233,7 +235,11 @@ def _figures(lines: Sequence[str]) -> dict[str, int]:
     total, free = figures.get("total_bytes"), figures.get("free_bytes")
     if reserved is None and allocated and "unallocated_bytes" in figures:
         reserved = allocated + figures["unallocated_bytes"]
-    processes = [size for size in (_bytes(*groups) for groups in _OTHER.findall(spaced)) if size]
+    others = _OTHER.findall(spaced)
+    numbers = sorted({int(number) for number, *_ in others})
+    if len(numbers) > 1 and numbers[-1] - numbers[0] <= len(numbers):  # the process itself may lie between them
+        figures["num_neighbours"] = len(numbers)
+    processes = [size for size in (_bytes(*groups) for _, *groups in others) if size]
     if processes and ("process_bytes" in figures or reserved is not None):
         mine = min((size for size in processes if size >= (reserved or 0)), default=0)
         # in a container the message counts the process itself with the others
