@@ -386,7 +386,7 @@ def folder_case(folder: Path, dice: random.Random) -> Case:
             (place / f"{number}.yaml").write_text("a: 1\n")
     elif odd == 4 and hasattr(os, "fsencode"):
         (place / os.fsdecode(b"\xff\xfe.yaml")).write_bytes(as_yaml(base.trl, dice))
-    form = dice.choice((["--json"], [], ["--annotations", "github"], ["--annotations", "sarif"]))
+    form = dice.choice((["--json"], [], ["--annotations", "github"]))
     return Case("folder", ["check", str(place), "--gpu", GPU, "--no-dry-run", *form])
 
 

@@ -1,12 +1,10 @@
-"""`plan check`: an existing training config, or all below a folder, against a GPU; annotations for CI (GitHub's lines,
-SARIF)."""
+"""`plan check`: an existing training config, or all below a folder, against a GPU; GitHub's annotations for CI."""
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
@@ -102,15 +100,13 @@ class AnswerOptions:
 
     no_dry_run: options.NoDryRun = False
     as_json: options.Json = False
-    annotations: Annotated[
-        str | None, typer.Option(help="For CI: github or sarif, formula level.", show_default=False)
-    ] = None
+    annotations: Annotated[str | None, typer.Option(help="For CI: github, formula level.", show_default=False)] = None
 
     def __post_init__(self) -> None:
-        if (given := self.annotations) not in (None, "github", "sarif"):
-            raise UsageError(f"--annotations must be github or sarif, got {given!r}", hint="--annotations github")
-        if given == "github" and self.as_json:
-            raise UsageError("--annotations github is no JSON", hint="--json alone, or --annotations sarif")
+        if (given := self.annotations) not in (None, "github"):
+            raise UsageError(f"--annotations must be github, got {given!r}", hint="--annotations github")
+        if given is not None and self.as_json:
+            raise UsageError("--annotations github is no JSON", hint="--json alone")
 
 
 @takes_options
@@ -142,9 +138,7 @@ def check(
         # A folder's trainings, or one file, as lines, JSON or annotations; the worst file's exit code.
         find_gpu(gpu)  # an unknown card is said once
         file_findings = findings(file, gpu, request, limits, cluster)
-        if answer.annotations == "sarif":
-            print_json(sarif(file_findings), whole=True)
-        elif answer.as_json:
+        if answer.as_json:
             head: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": "not_checked"}
             print_json(
                 [
@@ -380,39 +374,6 @@ def github_lines(findings: Sequence[Finding]) -> list[str]:
         f"::{kinds[row.level]} file={value(str(row.path))},line={row.line},title=plan check::{data(row.message)}"
         for row in findings
     ]
-
-
-def sarif(findings: Sequence[Finding]) -> dict[str, Any]:
-    """A SARIF 2.1.0 log.
-
-    Source: OASIS, Static Analysis Results Interchange Format 2.1.0, section 3.
-    """
-    outcomes = list(dict.fromkeys(finding.outcome for finding in findings))
-    return {
-        "version": "2.1.0",
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "runs": [
-            {
-                "tool": {"driver": {"name": "plan check", "rules": [{"id": outcome} for outcome in outcomes]}},
-                "results": [
-                    {
-                        "ruleId": finding.outcome,
-                        "level": finding.level,
-                        "message": {"text": finding.message},
-                        "locations": [
-                            {
-                                "physicalLocation": {
-                                    "artifactLocation": {"uri": quote(os.fsencode(finding.path.as_posix()))},
-                                    "region": {"startLine": finding.line},
-                                }
-                            }
-                        ],
-                    }
-                    for finding in findings
-                ],
-            }
-        ],
-    }
 
 
 def fixed_path(file: Path) -> Path:

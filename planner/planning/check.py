@@ -23,7 +23,6 @@ from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.host import loading_host_bytes
 from planner.memory.states import state_bytes
 from planner.models.spec import ModelSpec
-from planner.models.stored import stored_method
 from planner.planning.predict import cannot_run
 from planner.planning.single_changes import Predict, single_changes, speedup
 from planner.setup import TrainSetup
@@ -226,11 +225,6 @@ def reload_bytes(config: ReadConfig, model: ModelSpec, gpu: GpuSpec) -> int:
     return between_steps_bytes + SIZE_BYTES[config.loaded_again[1]] * model.num_params
 
 
-def loaded_ahead_bytes(config: ReadConfig, model: ModelSpec) -> int:
-    """The 16-bit weights that lie on the GPU while a base is quantized, at most; 0 where they come one by one."""
-    return SIZE_BYTES["bf16"] * model.num_params if config.loads_ahead and not stored_method(model) else 0
-
-
 def _loading_notes(
     config: ReadConfig, model: ModelSpec, gpu: GpuSpec, step_bytes: int, afterwards: int
 ) -> tuple[str, ...]:
@@ -245,11 +239,6 @@ def _loading_notes(
             dtype = "bf16" if setup.parallel == "zero3" else setup.weight_dtype
             size = gib(SIZE_BYTES[dtype] * model.num_params)
             notes.append(f"saved as one state dict it is gathered there again: {size} in {dtype}")
-    if ahead := loaded_ahead_bytes(config, model):
-        notes.append(
-            f"{config.loads_ahead} reads weights onto the GPU faster than it quantizes them: up to {gib(ahead)} while "
-            "it loads; HF_DEACTIVATE_ASYNC_LOAD=1, or transformers 5.4, reads one after the other"
-        )
     if afterwards > step_bytes:
         notes.append(
             f"{config.loaded_again[0]} loads the model once more while the trainer holds the first: {gib(afterwards)}, "
@@ -319,7 +308,7 @@ def check(
     if config.refusals or cannot_run(model, gpu, config.setup):
         verdict = Verdict.CANNOT_RUN
     afterwards = reload_bytes(config, model, gpu)
-    if verdict is Verdict.FITS and max(afterwards, loaded_ahead_bytes(config, model)) > budget_bytes:
+    if verdict is Verdict.FITS and afterwards > budget_bytes:
         verdict = Verdict.UNCERTAIN
     return CheckResult(
         config=config,

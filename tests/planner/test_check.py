@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from finetune_planner.cli.app import run
-from finetune_planner.cli.checking import CheckRequest, load
 from finetune_planner.improvement import improve
 from planner.core.units import GIB, gib
 from planner.frameworks.exporters import EXPORTERS
@@ -678,28 +677,6 @@ def test_what_cannot_run_does_not_fit_and_wrong_gradients_are_said_first(
     assert exit_code == code
     assert text.splitlines()[1].startswith("cannot run" if code else "fits")
     assert text.partition("Notes\n")[2].strip().startswith(f"· {note}")
-
-
-@pytest.mark.parametrize(
-    ("versions", "ahead"),
-    [
-        ({"transformers": "5.3.0"}, True),
-        ({"transformers": "5.4.0"}, False),
-        ({"transformers": "4.57.1"}, False),
-        ({"transformers": "5.3.0", "axolotl": "0.16.0"}, False),
-        ({}, False),
-    ],
-)
-def test_a_version_that_loads_faster_than_it_quantizes_holds_16_bits_while_it_loads(
-    tmp_path: Path, versions: dict[str, str], *, ahead: bool
-) -> None:
-    """Qwen2.5-7B has 7.6 billion parameters: 14 GiB, which a T4 has not to spare though the step fits."""
-    path = tmp_path / "axolotl.yml"
-    path.write_text("base_model: Qwen/Qwen2.5-7B\nadapter: qlora\nload_in_4bit: true\nsequence_len: 512\n")
-    config, model, card = load(path, "t4", CheckRequest(versions=versions))
-    result = check(config, model, card, 12 * GIB, lambda setup: predict(model, card, setup))
-    assert any("up to 14.19 GiB while it loads" in note for note in result.notes) == ahead
-    assert result.verdict is (Verdict.UNCERTAIN if ahead else Verdict.FITS)
 
 
 def test_the_trl_of_today_is_a_change_where_an_older_one_needs_more() -> None:

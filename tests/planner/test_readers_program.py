@@ -884,46 +884,24 @@ def test_a_deepspeed_file_that_is_not_there_is_asked_for(given: str, num_gpus: i
     assert (config.setup.parallel, "parallel" in {gap.field for gap in config.missing}) == ("zero2", False)
 
 
-def _hydra_folder(folder: Path) -> Path:
-    """A program of Hydra's with its files: two groups, an interpolation, a value that nobody gives."""
-    for name, text in {
-        "conf/config.yaml": "defaults:\n  - model: small\n  - training: usual\n  - _self_\nlength: 256\n"
-        "use_lora: true\nload_in_4bit: false\n",
-        "conf/model/small.yaml": "name: org/gpt2\ndtype: bfloat16\n",
-        "conf/model/large.yaml": "name: org/gpt2-xl\ndtype: bfloat16\n",
-        "conf/training/usual.yaml": "per_device_train_batch_size: 3\ngradient_accumulation_steps: ${oc.env:STEPS,4}\n"
-        "max_length: ${length}\noptim: adamw_torch\nlora_r: 8\ntarget_modules: [q_proj]\ngradient_checkpointing: true\n"
-        "bf16: true\noutput_dir: ${oc.env:OUT}\n",
-    }.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    script = folder / "train.py"
+def test_the_settings_of_one_file_of_hydras_are_filled_in(tmp_path: Path) -> None:
+    """What its `defaults` put in beside them is open."""
+    (tmp_path / "conf").mkdir()
+    settings = tmp_path / "conf" / "config.yaml"
+    text = "name: org/gpt2\nlength: 256\ntraining:\n  micro: 3\n  steps: ${oc.env:STEPS,4}\n  max_length: ${length}\n"
+    script = tmp_path / "train.py"
     script.write_text(
         HEAD + "import hydra\n@hydra.main(config_path='conf', config_name='config', version_base=None)\n"
-        "def main(cfg):\n    SFTTrainer(cfg.model.name, args=SFTConfig("
-        "per_device_train_batch_size=cfg.training.per_device_train_batch_size, "
-        "gradient_accumulation_steps=cfg.training.gradient_accumulation_steps, "
-        "max_length=cfg.training.max_length)).train()\nmain()\n"
+        "def main(cfg):\n    SFTTrainer(cfg.name, args=SFTConfig(per_device_train_batch_size=cfg.training.micro, "
+        "gradient_accumulation_steps=cfg.training.steps, max_length=cfg.training.max_length)).train()\nmain()\n"
     )
-    return script
-
-
-def test_hydras_files_are_composed_and_filled_in(tmp_path: Path) -> None:
-    script = _hydra_folder(tmp_path)
-    config = read_config(tmp_path / "conf" / "config.yaml")
-    setup = config.setup
-    assert not config.missing, config.missing
-    assert (config.model_id, setup.micro_batch_seqs, setup.accumulation_steps, setup.seq_len_tokens) == (
-        "org/gpt2", 3, 4, 256,
-    )  # fmt: skip
-    assert any("training/usual.yaml beside it" in assumption for assumption in config.assumptions)
-    partial = read_config(tmp_path / "conf" / "training" / "usual.yaml")
-    assert {"model", "seq_len_tokens"} <= {gap.field for gap in partial.missing}
-    assert "max_length is ${length}" in str(partial.missing) or "length is ${length}" in str(partial.missing)
-    ran = read_config(script, arguments=("model=large", "length=512"))
+    settings.write_text(text)
+    ran = read_config(script, arguments=("name=org/gpt2-xl", "length=512"))
     assert (ran.model_id, ran.setup.micro_batch_seqs, ran.setup.accumulation_steps, ran.setup.seq_len_tokens) == (
         "org/gpt2-xl", 3, 4, 512,
     )  # fmt: skip
+    settings.write_text(f"defaults: [_self_, more]\n{text.replace('name: org/gpt2', '')}")
+    assert "Hydra puts it together" in str([gap for gap in read_config(script).missing if gap.field == "model"])
 
 
 def test_hydras_bombs_and_circles_end() -> None:

@@ -1,11 +1,11 @@
 """Files from strangers into plain values: bounded in size, depth and expansion; no tags, no links, no execution.
 
-Hydra's and OmegaConf's: files that `defaults:` names put in, `${...}` filled in; what stays open stays so."""
+OmegaConf's: `${...}` filled in; what stays open stays so."""
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,21 +239,11 @@ def _count_nodes(root: yaml.Node, name: str) -> None:
     size(root, 0)
 
 
-MAX_FILES = 60
 MAX_FILLED = 10_000
 """Characters of one value, and values that are filled in, at most."""
-_PACKAGE = re.compile(r"\A\s*#\s*@package\s+(\S+)")
 _INNER = re.compile(r"\$\{([^${}]*)\}")
 _SHELL = re.compile(r"\$\w+")
 """A variable that only the shell, which says it on the command line, knows."""
-Read = Callable[[str], str | None]
-
-
-def is_composed(values: Mapping[str, Any]) -> bool:
-    """Whether a file names others to be put in, or values to be filled in."""
-    listed = values.get("defaults")
-    names = isinstance(listed, list) and all(isinstance(entry, (str, Mapping)) for entry in listed)
-    return names or bool(without_open(values)[1])
 
 
 def is_open(value: Any) -> bool:
@@ -261,78 +251,15 @@ def is_open(value: Any) -> bool:
     return isinstance(value, str) and ("${" in value or value == "???" or _SHELL.fullmatch(value) is not None)
 
 
-def composed(
-    values: Mapping[str, Any], read: Read, folder: str = "", words: Sequence[str] = ()
-) -> tuple[dict[str, Any], list[str]]:
-    """The settings with those of the files that its `defaults` list names, and what is said on the command line on top;
-    the names of the files read.
-
-    Args:
-        read: the text of a file by its path, None where it is not there.
-        folder: of this file. words: of the command line ("model=llama", "training.lr=1e-4").
-
-    Source: Hydra 1.3, "The Defaults List", "Packages".
-    """
-    overrides = dict(word.lstrip("+~").split("=", 1) for word in words if "=" in word and not word.startswith("-"))
-    files: list[str] = []
-    merged = _composed(values, read, folder, overrides, files)
-    for key, text in overrides.items():
+def with_words(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """The settings with what the words of a command line say ("training.lr=1e-4") on top, `${name}` filled in."""
+    merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    for key, text in (word.lstrip("+~").split("=", 1) for word in words if "=" in word and not word.startswith("-")):
         try:
             put(merged, key.split("."), yaml.safe_load(text))
         except yaml.YAMLError:
             continue
-    return filled(merged), files
-
-
-def _composed(
-    values: Mapping[str, Any], read: Read, folder: str, overrides: dict[str, str], files: list[str]
-) -> dict[str, Any]:
-    listed = values.get("defaults")
-    settings = {key: value for key, value in values.items() if key != "defaults" or not isinstance(listed, list)}
-    if not isinstance(listed, list):
-        return settings
-    merged: dict[str, Any] = {}
-    for item in [*listed, *(["_self_"] if "_self_" not in listed else [])]:
-        if item == "_self_":
-            _merge(merged, settings)
-            continue
-        for key, option in item.items() if isinstance(item, Mapping) else [("", item)]:
-            group, _, package = str(key).removeprefix("override ").removeprefix("optional ").strip().partition("@")
-            option = overrides.pop(group, option)
-            for choice in option if isinstance(option, list) else [option]:
-                if isinstance(choice, str) and choice != "???" and group.partition("/")[0] != "hydra":
-                    path = "/".join(part for part in (folder, group.lstrip("/"), choice) if part)
-                    _put(merged, path, group, package, read, overrides, files)
-    return merged
-
-
-def _put(
-    merged: dict[str, Any], path: str, group: str, package: str, read: Read, overrides: dict[str, str], files: list[str]
-) -> None:
-    path = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
-    text = read(path) if len(files) < MAX_FILES and path not in files else None
-    if text is None:
-        return
-    files.append(path)
-    try:
-        inner = _composed(parse_yaml(text, path).values, read, path.rpartition("/")[0], overrides, files)
-    except ConfigError:
-        return
-    header = _PACKAGE.match(text)
-    place = package or (header[1] if header else "") or group.strip("/").replace("/", ".")
-    parts = [] if place in ("_global_", "") else place.removeprefix("_global_.").split(".")
-    outer: dict[str, Any] = inner
-    for part in reversed(parts):
-        outer = {part: outer}
-    _merge(merged, outer)
-
-
-def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
-    for key, value in other.items():
-        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = dict(value) if isinstance(value, Mapping) else value
+    return filled(merged)
 
 
 def put(into: dict[str, Any], parts: list[str], value: Any) -> None:

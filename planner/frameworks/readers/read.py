@@ -97,8 +97,6 @@ def read_text(
     if around is not None and not reading.older and reading.format in TRAINERS:
         running = versions.transformers(around.versions.get("transformers"), (), None)
         reading = replace(reading, older=running.older, lacks=running.lacks)
-    if around is not None and setup.quantized and reading.format in BY_TRANSFORMERS:
-        reading = replace(reading, loads_ahead=versions.loads_ahead(around.versions, reading.format))
     if name.endswith(shell.SUFFIXES):
         reading = replace(reading, lacks=(*reading.lacks, *NO_WORDS))
     return _with_waiting_gradients(reading)
@@ -241,17 +239,15 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
         except NotATraining:
             if not detect(parsed.values):
                 raise
-    assumptions: tuple[str, ...] = ()
-    opened: dict[str, str] = {}
-    if loading.is_composed(parsed.values) or detect(parsed.values) == torchtune.FORMAT:  # it takes OmegaConf throughout
-        composed, files = loading.composed(parsed.values, around.read_exact, "", around.arguments or ())
-        parsed = parsed._replace(values=composed)
-        assumptions = tuple(f"{file} beside it was read as well" for file in files)
+    opened = loading.without_open(parsed.values)[1]
+    if opened or detect(parsed.values) == torchtune.FORMAT:  # it takes OmegaConf throughout
+        parsed = parsed._replace(values=loading.with_words(parsed.values, around.arguments or ()))
     kind = detect(parsed.values)
     kind, parsed = _tools_block(kind, parsed)
     if kind == trl.FORMAT and name.endswith(".json") and generic.is_training(parsed.values):
         kind = generic.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
     parsed = parsed._replace(values=with_words(parsed.values, kind, around.arguments or ()))
+    opened = {}
     if kind != generic.FORMAT:
         resolved, opened = loading.without_open(parsed.values)
         parsed = parsed._replace(values=resolved)
@@ -261,13 +257,12 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
     else:
         inner = of_mapping(settings, kind)
         reading = with_open(inner, opened, name, around.num_gpus) if opened else inner
-    assumptions += parsed.assumptions
     where: dict[str, str] = {}
     if kind in TOOLS:
         where = common.origins(TOOLS[kind], parsed.values, parsed.lines, name, around.versions)
     elif kind == generic.FORMAT:
         where = {of: f"{name}:{parsed.lines[key]}" for of, key in reading.keys.items() if key in parsed.lines}
-    return replace(reading, assumptions=(*assumptions, *reading.assumptions), origins=where)
+    return replace(reading, assumptions=(*parsed.assumptions, *reading.assumptions), origins=where)
 
 
 def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
@@ -388,7 +383,7 @@ def pinned(path: Path) -> dict[str, str]:
 MARKS = (
     {"run", "resources"}, {"run", "setup"}, {"run", "envs"}, {"commands", "type"}, {"commands", "resources"},
     {"apiVersion", "kind"}, {"services"}, {"command", "compute"}, {"command", "code"}, {"command", "image"},
-    {"entrypoint", "resources"}, {"entrypoint", "hyperparameters"}, {"program", "parameters", "method"},
+    {"entrypoint", "resources"}, {"entrypoint", "hyperparameters"},
     {"commands", "environment"}, {"tasks", "budget"},
 )  # fmt: skip
 """Settings that task files have together, one row a kind."""
@@ -401,8 +396,6 @@ MAX_DEPTH = 12
 
 def script_of(values: Mapping[str, Any]) -> str:
     """The commands of a task file as a shell script, with its variables set before them."""
-    if {"program", "parameters", "method"} <= set(values):
-        return _sweep(values)
     lines = [f"export SKYPILOT_NUM_GPUS_PER_NODE={count}" for count in _gpus(values, 0)][:1]
     inputs = values.get("inputs")
     given = inputs if isinstance(inputs, Mapping) else {}
@@ -470,16 +463,3 @@ def _gpus(values: Mapping[str, Any], depth: int) -> Iterator[int]:
         for inner in value if isinstance(value, list) else (value,):
             if isinstance(inner, Mapping) and depth < MAX_DEPTH:
                 yield from _gpus(inner, depth + 1)
-
-
-def _sweep(values: Mapping[str, Any]) -> str:
-    """A W&B sweep: the program with each parameter that has one value; the others are open."""
-    words: list[str] = []
-    parameters = values["parameters"]
-    for name, parameter in parameters.items() if isinstance(parameters, Mapping) else ():
-        parameter = parameter if isinstance(parameter, Mapping) else {}
-        some = parameter.get("values")
-        value = parameter.get("value", some[0] if isinstance(some, list) and len(some) == 1 else None)
-        words += [f"--{name}", shlex.quote(str(value)) if isinstance(value, (str, int, float)) else f"${name}"]
-    program = str(values["program"])
-    return " ".join(["bash" if program.endswith(".sh") else "python", shlex.quote(program), *words])

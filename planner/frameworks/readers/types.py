@@ -137,7 +137,6 @@ class ReadConfig:
         unknown_keys: settings of the file that its tool does not have.
         reentrant: whether the versions of this file checkpoint in the older form unless they are told.
         older: how it is known that transformers 4 runs it; "" where today's does.
-        loads_ahead: the transformers of a quantized base that may load all its 16-bit weights; "": it does not.
         lacks: settings that the version of this file does not have, of those that `--fix` writes.
         call_line: of a program, the line of the call that holds the training arguments.
         eval_seqs: sequences that are evaluated at once between steps; 0 where none are known to be.
@@ -170,7 +169,6 @@ class ReadConfig:
     unknown_keys: tuple[str, ...] = ()
     reentrant: bool = False
     older: str = ""
-    loads_ahead: str = ""
     lacks: tuple[str, ...] = ()
     call_line: int = 0
     eval_seqs: int = 0

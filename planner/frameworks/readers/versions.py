@@ -222,18 +222,6 @@ class TrlDefaults:
         return {"trl_version": ".".join(map(str, self.version))} if older else {}
 
 
-def loads_ahead(named: Mapping[str, str], tool: str) -> str:
-    """The transformers whose loading may hold the 16-bit weights of a base that is quantized on the way, as threads
-    read them onto the GPU that wait for no quantization, unless Axolotl switches them off; "" of one that does not.
-
-    Source: transformers 5.3 and 5.4 `core_model_loading.py` convert_and_load_state_dict_in_model (thread_pool; issue
-    43032); Axolotl 0.16 `patch_manager.py` _deactivate_hf_async_load.
-    """
-    ahead = "transformers" in named and (5,) <= parsed(named["transformers"]) < (5, 4)
-    off = tool == "axolotl" and parsed(named.get("axolotl", "0")) >= (0, 16)
-    return f"transformers {named['transformers']}" if ahead and not off else ""
-
-
 COMPUTES_OTHERWISE = {"transformers": (4, 54), "bitsandbytes": (0, 43, 2)}
 """Packages -> the first version that computes a step as today's does (`planner.setup.values`)."""
 

@@ -71,8 +71,7 @@ def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, mad
         case "omegaconf.OmegaConf.merge":
             return _merged(made)
         case "omegaconf.OmegaConf.from_cli":
-            data, _ = loading.composed({}, reader.outside.read_exact, words=reader.outside.arguments or ())
-            return to_value(data, "the command line")
+            return to_value(loading.with_words({}, reader.outside.arguments or ()), "the command line")
         case "inspect.signature" | "signature":
             return CallResult(
                 "signature", keywords={"parameters": parameters(reader, first, made.where)}, where=made.where
@@ -411,6 +410,8 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             return inherited or CallResult(name, receiver=value, where=place)
         case DictValue() if name in value.entries:  # of OmegaConf: settings are its attributes
             return value.entries[name]
+        case DictValue() if value.more and name not in dir(dict):
+            return Unknown(value.more)
         case Constant(data=str()) if name in PATH_PARTS:
             return Constant(PATH_PARTS[name](value.data), place)
         case Constant(data=str()) if name == "parents":
@@ -514,17 +515,6 @@ def _by_others(reader: Reading, callee: ImportedName, first: Value | None, made:
             return Constant(None, made.where)
     if callee.name in ("replace", "copy", "deepcopy") and callee.path.startswith(("dataclasses.", "copy.")):
         return _copied(reader, made)
-    if callee.path in ("hydra.utils.instantiate", "hydra.utils.call") and made.positional:
-        # What Hydra makes of settings with a `_target_`: the call of that.
-        table = as_table(made.positional[0])
-        target = plain(table.entries.get("_target_")) if table is not None else None
-        if table is None or not isinstance(target, str):
-            return Unknown(f"{made.where}: made from settings that are not known")
-        keywords = {key: value for key, value in table.entries.items() if not key.startswith("_")}
-        call_ = CallResult(
-            target.rpartition(".")[2], keywords={**keywords, **made.keywords}, where=made.where, more=table.more
-        )
-        return call(reader, ImportedName(target), call_)
     return None
 
 

@@ -3,9 +3,8 @@ click, typer, fire and parsers of dataclasses take it."""
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from planner.core.errors import ConfigError
@@ -63,25 +62,24 @@ def environment(reader: Reading, made: CallResult) -> Value:
 
 
 def hydra_settings(reader: Reading, made: CallResult) -> Value:
-    """The settings that `@hydra.main` hands to its function: those of the named file, composed."""
+    """The settings that `@hydra.main` hands to its function: those of the named file; what its `defaults` put in beside
+    them is open."""
     folder, name = (plain(made.keywords.get(key)) for key in ("config_path", "config_name"))
-    words = list(reader.outside.arguments or ())
-    for flag, value in pairwise(words):
-        name = value if flag in ("--config-name", "-cn") else name
-    if not isinstance(name, str):
-        return Unknown(f"{made.where}: settings of Hydra that are not known")
-    folder = folder.removeprefix("./").rstrip("/") if isinstance(folder, str) else ""
-    path = "/".join(part for part in (folder, name) if part).removesuffix(".yaml") + ".yaml"
+    path = "/".join(str(part).removeprefix("./").rstrip("/") for part in (folder, name) if isinstance(part, str))
+    path = path.removesuffix(".yaml") + ".yaml"
     text = reader.outside.read_exact(path)
-    if text is None:
+    if text is None or not isinstance(name, str):
         return Unknown(f"{made.where}: settings of another file ({path})")
     try:
         parsed = parse_yaml(text, path)
-        values, files = loading.composed(parsed.values, reader.outside.read_exact, folder, words)
     except ConfigError as error:
         return Unknown(f"{made.where}: {error.message}")
-    reader.program.sources += [path, *files]
-    return to_value(values, path, {} if files else parsed.lines)
+    reader.program.sources.append(path)
+    values = loading.with_words(parsed.values, reader.outside.arguments or ())
+    listed = [entry for entry in values.pop("defaults", None) or () if entry != "_self_"]
+    more = f"{path}: Hydra puts it together of several files" if listed else ""
+    settings = to_value(values, path, parsed.lines)
+    return DictValue(settings.entries, path, more) if isinstance(settings, DictValue) else settings
 
 
 def loaded(reader: Reading, made: CallResult) -> Value:
@@ -268,6 +266,17 @@ def _in_place(options: list[Option], words: list[str]) -> dict[str, Value]:
     }
 
 
+def _spelled_out(words: Sequence[str], options: Sequence[Option]) -> tuple[str, ...]:
+    """The words with an option's beginning, which to argparse means the one option that begins so, as that option."""
+    flags = [flag for option in options for flag in option.flags if flag.startswith("--")]
+    spelled: list[str] = []
+    for word in words:
+        name, equals, rest = word.partition("=")
+        meant = [flag for flag in flags if flag.startswith(name)] if name.startswith("--") and len(name) > 2 else []
+        spelled.append(meant[0] + equals + rest if len(meant) == 1 else word)
+    return tuple(spelled)
+
+
 def _parsed(owner: CallResult, context: FileContext) -> Instance:
     """What a parser makes of the words: its own options, and those of the subcommand that they name.
 
@@ -275,6 +284,8 @@ def _parsed(owner: CallResult, context: FileContext) -> Instance:
     two of them have is not known.
     """
     options = [Option.of(call) for call in owner.positional if isinstance(call, CallResult)]
+    if context.arguments:
+        context = replace(context, arguments=_spelled_out(context.arguments, options))
     namespace = Instance({option.name: option.value(context) for option in options})
     subparsers = owner.keywords.get("subparsers")
     if not isinstance(subparsers, CallResult):
@@ -299,50 +310,6 @@ def _parsed(owner: CallResult, context: FileContext) -> Instance:
     return namespace
 
 
-def _known_flags(owner: CallResult) -> set[str] | None:
-    """Every long option of a parser and its subcommands; None where some are not known by name."""
-    long_options: set[str] = set()
-    parents = items_of(owner.keywords.get("parents", ListValue([])))
-    if parents is None or not all(isinstance(parent, CallResult) for parent in parents):
-        return None
-    for call in owner.positional:
-        flags = [plain(each) for each in call.positional] if isinstance(call, CallResult) else [None]
-        action = call.keywords.get("action") if isinstance(call, CallResult) else None
-        has_no = isinstance(action, ImportedName) and action.name == "BooleanOptionalAction"
-        if not all(isinstance(flag, str) for flag in flags):
-            return None
-        long_options |= {str(flag) for flag in flags}
-        long_options |= {f"--no-{str(flag)[2:]}" for flag in flags if has_no}
-    subparsers = owner.keywords.get("subparsers")
-    for inner in subparsers.attributes.values() if isinstance(subparsers, CallResult) else ():
-        below = _known_flags(inner) if isinstance(inner, CallResult) else None
-        if below is None:
-            return None
-        long_options |= below
-    return long_options
-
-
-def _spelled_out(owner: CallResult, words: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
-    """The words of a command line as `parse_args` takes them: an option's beginning means the one option that begins
-    so; and the first option that the parser does not have, at which the program ends ("" where all are its own, or
-    its options are not all known by name). DeepSpeed's and torch's launchers add theirs.
-    """
-    known_flags = _known_flags(owner)
-    if not known_flags:
-        return words, ""
-    short, spelled, foreign = plain(owner.keywords.get("allow_abbrev")) is not False, [], ""
-    for word in words:
-        flag, equals, rest = word.partition("=")
-        if flag.startswith("--") and len(flag) > 2 and flag not in known_flags:
-            meant = sorted(candidate for candidate in known_flags if candidate.startswith(flag)) if short else []
-            if len(meant) == 1:
-                word = meant[0] + equals + rest
-            elif not meant and not flag.startswith(("--deepspeed", "--local", "--help")):
-                foreign = foreign or flag
-        spelled.append(word)
-    return tuple(spelled), foreign
-
-
 def of_parser(reader: Reading, owner: CallResult, made: CallResult) -> Value | None:
     match made.name:
         case "add_argument":
@@ -361,13 +328,7 @@ def of_parser(reader: Reading, owner: CallResult, made: CallResult) -> Value | N
             owner.attributes |= made.keywords
             return Constant(None)
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
-            # What `parse_args` and `parse_known_args` make of the command line.
-            context = reader.outside
-            words, foreign = _spelled_out(owner, tuple(context.arguments or ()))
-            namespace = _parsed(owner, replace(context, arguments=words) if context.arguments else context)
-            if foreign and made.name == "parse_args":  # the program ends there: it never trains with these values
-                ends = Unknown(f"{made.where}: the program takes no {foreign}, which the command line gives")
-                namespace.attributes = dict.fromkeys(namespace.attributes, ends)
+            namespace = _parsed(owner, reader.outside)
             return ListValue([namespace, ListValue([])]) if made.name == "parse_known_args" else namespace
     return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None
 
