@@ -26,7 +26,7 @@ from planner.models.spec import ModelSpec
 from planner.planning.predict import cannot_run
 from planner.planning.single_changes import Predict, single_changes, speedup
 from planner.setup import TrainSetup
-from planner.setup.outcome import Band, Prediction
+from planner.setup.outcome import CANNOT_RUN, Band, Prediction
 
 APPROXIMATION_BAND_FRACTION = 0.10
 """Added to the band for each feature of a config that the memory model does not follow. A judgement, not a fit."""
@@ -320,7 +320,7 @@ def check(
         changes=_ordered(changes, verdict),
         evaluation_bytes=evaluation if decides else 0,
         notes=(
-            *(measured(f"this cannot run: {reason}") for reason in config.refusals),
+            *(measured(f"{CANNOT_RUN}{reason}") for reason in config.refusals),
             *_evaluation_notes(config, model, evaluation if decides else 0),
             *_loading_notes(config, model, gpu, of_step.peak_device_bytes, afterwards),
             *_segment_notes(of_step, config.setup, budget_bytes),

@@ -50,7 +50,7 @@ from planner.planning.evidence.bands import (
     with_evidence,
 )
 from planner.setup import TrainSetup
-from planner.setup.outcome import Band, Fidelity, Prediction, speed_sides
+from planner.setup.outcome import CANNOT_RUN, Band, Fidelity, Prediction, speed_sides
 from planner.setup.packages import CHUNKED_TYPES, DELTA, DELTA_TYPES
 from planner.speed import cluster_of, speed_profile
 from planner.speed.roofline.types import StepTime
@@ -356,7 +356,7 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
     if gpu.bf16_flops_per_s is None and setup.compute_dtype == "bf16":
         notes.append(risk(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice"))
     notes += _overflow_notes(model, gpu, setup)
-    notes += [measured(f"this cannot run: {reason}") for reason in cannot_run(model, gpu, setup)]
+    notes += [measured(f"{CANNOT_RUN}{reason}") for reason in cannot_run(model, gpu, setup)]
     if wrong := untrained_sinks(model, gpu, setup):
         notes.append(measured(f"its gradients are wrong: {wrong}; eager attention and FlexAttention have them"))
     if gpu.vendor in ("Apple", "Intel"):

@@ -247,6 +247,10 @@ def speed_level(evidence: Evidence) -> Fidelity:
     return Fidelity.FORMULA if untimed or evidence.level is Fidelity.PROFILE else evidence.level
 
 
+CANNOT_RUN = "this cannot run: "
+"""How a note begins that says why nothing runs a setup."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One setup with all that is known about it.
@@ -290,8 +294,15 @@ class Candidate:
         return self.formula
 
     @property
+    def runs(self) -> bool:
+        """Whether something runs it, whatever its memory."""
+        return not any(note.startswith(CANNOT_RUN) for note in self.formula.notes)
+
+    @property
     def fits(self) -> bool:
-        """Device peak within the budget on the highest level, and neither probe nor run ran out of memory."""
+        """Device peak within the budget on the highest level, something runs it, and neither probe nor run ran out."""
+        if not self.runs:
+            return False
         failed = (evidence for evidence in (self.probe, self.run) if isinstance(evidence, ProbeFailure))
         if any(failure.kind is FailureKind.OUT_OF_MEMORY for failure in failed):
             return False

@@ -96,7 +96,10 @@ def test_where_nothing_fits_the_host_is_named_and_asked_for_it_is_planned(
     accelerate = (launch / "trl" / "accelerate.yaml").read_text()
     assert "num_processes: 1" in accelerate
     assert "fsdp_offload_params: true" in accelerate
-    assert "--accelerate_config" in (launch / "run.sh").read_text()
+    run_sh = (launch / "run.sh").read_text()
+    assert "--accelerate_config" in run_sh
+    # `accelerate launch` of one process without a config file names no rank, and Accelerate wraps nothing then
+    assert "--launcher torchrun -- --standalone --nproc-per-node 1" in run_sh
 
 
 def test_a_mixture_on_a_small_card_under_trl_names_the_hosts_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +135,9 @@ def test_a_refusal_ends_with_a_larger_host_and_a_rented_card(capsys: pytest.Capt
     assert run([*words, "--json=full"]) == 1
     actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
     assert any(action.startswith("--host-memory 177: ") for action in actions)
+    assert run(["deepseek-ai/DeepSeek-V3", *words[1:], "--json=full"]) == 1
+    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    assert actions == ["--gpu gb300 --gpus 8"]  # no one card holds it, and no usual host
     assert run(["meta-llama/Llama-3.1-8B", *words[1:], "--method", "full", "--json=full"]) == 1
     actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
     assert any("rented at $" in action and "for the job" in action for action in actions)

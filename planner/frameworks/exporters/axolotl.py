@@ -97,10 +97,8 @@ def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft
     command = f"axolotl train launch/{FILE}"
     if not several_gpus.launched(setup):
         command += " --launcher python"
-    elif request.num_nodes > 1:
+    else:  # `accelerate launch` names no rank of a single process, which then is not wrapped by FSDP
         command += f" --launcher torchrun -- {several_gpus.torchrun_flags(request)}"
-    else:
-        command += f" --launcher accelerate -- --num_processes {setup.num_gpus}"
     notes = [f"Axolotl 0.21 needs Python {PYTHON} (without a version pip on 3.11 silently takes 0.19)."]
     if KERNELS[setup.kernels].parts or setup.loss == "liger":
         notes.append("Needs liger-kernel on a GPU with Triton; Axolotl brings it along.")

@@ -37,7 +37,11 @@ def differences(setup: TrainSetup) -> tuple[Difference, ...]:
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
     if reason := split_refusal(setup, "DeepSpeed's JSON") or sharding_refusal(setup, model):
         return reason
-    return "" if setup.parallel in STAGES else "DeepSpeed shards with ZeRO 1 to 3 on several GPUs; this setup does not"
+    if setup.parallel in STAGES:
+        return ""
+    return (
+        "DeepSpeed shards over several GPUs with ZeRO 1 to 3, or fills the host's memory (--offload); this does neither"
+    )
 
 
 def config(request: ExportRequest) -> dict[str, object]:

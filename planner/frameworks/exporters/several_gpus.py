@@ -118,13 +118,13 @@ def distributed_config(setup: TrainSetup) -> dict[str, object]:
 
 def torchrun(request: ExportRequest, script: str) -> str:
     """The torchrun command of one node: the same on every node."""
-    if request.num_nodes == 1:
-        return f"torchrun --standalone --nproc-per-node {request.gpus_per_node} {script}"
     return f"torchrun {torchrun_flags(request)} {script}"
 
 
 def torchrun_flags(request: ExportRequest) -> str:
-    """torchrun's flags with the rendezvous named by environment variables."""
+    """torchrun's flags; of several nodes with the rendezvous named by environment variables."""
+    if request.num_nodes == 1:
+        return f"--standalone --nproc-per-node {request.gpus_per_node}"
     return (
         f"--nnodes {request.num_nodes} --nproc-per-node {request.gpus_per_node} --rdzv-id finetune "
         "--rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:$MASTER_PORT"

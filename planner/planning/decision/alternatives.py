@@ -251,7 +251,20 @@ def _remedies(
     workload: Workload, results: WalkResults, nearest: Candidate, other_forms: Sequence[tuple[Workload, TrainSetup]]
 ) -> Iterator[Remedy]:
     """Smallest change first: options the user fixed, the host's memory, a shorter sequence, more GPUs or a larger host
-    where there are several, another GPU of the table, a smaller model."""
+    where there are several, another GPU of the table, a smaller model; else several of the largest card for rent."""
+    remedies = [*_changes(workload, results, nearest, other_forms)]
+    yield from remedies
+    if workload.num_gpus == 1 and not any(remedy.fits for remedy in remedies):
+        rented = [gpu for gpu in all_gpus() if gpu.vendor == "NVIDIA" and gpu.key in keys_on_demand()]
+        largest = max(rented, key=lambda gpu: gpu.memory_bytes)
+        fixed = {"offload": ("none",), **workload.fixed}  # how much its host has nobody says
+        there = replace(workload, gpu=largest, memory_bytes=largest.memory_bytes, fixed=fixed)
+        yield from _more_gpus(there, nearest, results.cache, card=f"--gpu {largest.key} ")
+
+
+def _changes(
+    workload: Workload, results: WalkResults, nearest: Candidate, other_forms: Sequence[tuple[Workload, TrainSetup]]
+) -> Iterator[Remedy]:
     cache = results.cache  # a request for the same model walks what others have
     relaxed = [*_relaxed(workload, nearest, cache)]
     most = workload.seq_len_tokens // 64
@@ -447,14 +460,18 @@ def _largest_that_fits(
         yield Remedy(f"{flag} {fitting * step}", nearest.formula.peak_device_bytes - peak(fitting))
 
 
-def _more_gpus(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
-    for factor in (2, 4, 8, 16) if not workload.gpu.is_slice else ():
+def _more_gpus(workload: Workload, nearest: Candidate, cache: WalkCache, *, card: str = "") -> Iterator[Remedy]:
+    for factor in (2, 4, 8, 16, 32, 64) if not workload.gpu.is_slice else ():
         num = workload.num_gpus * factor
+        if card and nearest.formula.peak_device_bytes > num * workload.memory_bytes:
+            continue
         batch = num * -(-workload.global_batch_seqs // num)
         request = replace(workload, cluster=make_cluster(workload.gpu, num), global_batch_seqs=batch)
         if points := [*filter(None, best_points(request, cache).values())]:
             saved = nearest.formula.peak_device_bytes - min(point.peak_device_bytes for point in points)
-            yield Remedy(f"--gpus {num}" + f" --global-batch {batch}" * (batch != workload.global_batch_seqs), saved)
+            yield Remedy(
+                f"{card}--gpus {num}" + f" --global-batch {batch}" * (batch != workload.global_batch_seqs), saved
+            )
             return
 
 

@@ -22,7 +22,8 @@ from planner.planning.predict import cannot_run, device_peak_bytes, predict, pre
 from planner.planning.refine import refine
 from planner.planning.targets import with_one_node_note
 from planner.setup import TrainSetup
-from planner.setup.outcome import Fidelity, Prediction
+from planner.setup.outcome import Candidate, Fidelity, Prediction
+from reports.text import memory_sentence
 from tests.planner.helpers import known_of, plan_request, planned, refusal_of
 from tests.whole import paired
 
@@ -222,6 +223,9 @@ def test_a_quantized_base_that_no_card_loads_whole_is_dealt_out_by_layers() -> N
     assert cut.chosen.setup.parallel == "fsdp2"
     card, model, setup = find_gpu("rtx-4090"), cut.workload.model, cut.chosen.setup
     assert any("before FSDP2 cuts it" in reason for reason in cannot_run(model, card, setup))
+    unloaded = Candidate(setup=setup, budget_bytes=card.memory_bytes, formula=predict(model, card, setup))
+    assert not unloaded.fits
+    assert memory_sentence(unloaded).startswith("It cannot run (see Notes)")
     assert not cannot_run(model, card, setup.replace_trusted(transformers_version="4.57"))
 
 
