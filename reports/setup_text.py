@@ -7,6 +7,7 @@ from planner.core.units import count
 from planner.memory.workload import Workload
 from planner.options.kernels import KERNELS
 from planner.options.objectives import DEFAULT as DEFAULT_OBJECTIVE
+from planner.options.objectives import OBJECTIVES
 from planner.options.stacks import DEFAULT as DEFAULT_STACK
 from planner.setup import TrainSetup
 from planner.setup.allowed import EXPERT_TARGETS
@@ -212,6 +213,18 @@ def gpus_words(workload: Workload) -> str:
     return name if workload.num_gpus == 1 else f"{workload.num_gpus} × {name}"
 
 
+def objective_words(workload: Workload) -> str:
+    """ "direct preference optimization"; empty for what is trained for where nothing is said."""
+    objective = workload.objective_spec
+    return objective.title if objective is not OBJECTIVES[DEFAULT_OBJECTIVE] else ""
+
+
+def step_words(workload: Workload) -> str:
+    """ "16 sequences per step"."""
+    num = workload.global_batch_seqs
+    return f"{num:,} {plural(num, workload.objective_spec.sample)} per step"
+
+
 def workload_words(workload: Workload) -> str:
     """ "Qwen/Qwen2.5-7B on RTX 4090 · 2,048 tokens · 16 sequences per step"."""
     model, front = clean(workload.model.model_id), workload.model.front_end
@@ -223,6 +236,5 @@ def workload_words(workload: Workload) -> str:
     clips = "" if front is None else f"clips of {front.seconds:g} s with "
     return (
         f"{model} ({count(workload.model.num_params)} parameters) on {gpus_words(workload)} · "
-        f"{clips}{workload.seq_len_tokens:,} tokens{pictures} · "
-        f"{workload.global_batch_seqs:,} {plural(workload.global_batch_seqs, workload.objective_spec.sample)} per step"
+        f"{clips}{workload.seq_len_tokens:,} tokens{pictures} · {step_words(workload)}"
     )

@@ -28,7 +28,7 @@ from reports.markdown import table as markdown_table
 from reports.page import Page, Sheet
 from reports.plain import clean, joined, plural
 from reports.plan_json import candidate_to_dict
-from reports.setup_text import adapters_note, setup_words, short_setup_words
+from reports.setup_text import adapters_note, objective_words, setup_words, short_setup_words, step_words
 from reports.text import (
     cost_per_million,
     dollars,
@@ -160,7 +160,7 @@ def which_gpu_title(workload: Workload) -> str:
     """The first line: the model, what a step must look like, and how much is trained on."""
     several = f"{workload.num_gpus} of each" if workload.num_gpus > 1 else ""
     model = f"Which GPU for {clean(workload.model.model_id)} ({count(workload.model.num_params)} parameters)"
-    step = (f"{workload.seq_len_tokens:,} tokens", f"{workload.global_batch_seqs:,} sequences per step")
+    step = (objective_words(workload), f"{workload.seq_len_tokens:,} tokens", step_words(workload))
     return joined((model, several, *step, job_words(workload)), " · ")
 
 
@@ -372,10 +372,8 @@ class ModelsSheet(Sheet):
 
     def _title(self) -> str:
         workload = self.workload
-        return (
-            f"What {clean(workload.gpu.name)} can fine-tune · {workload.seq_len_tokens:,} tokens · "
-            f"{workload.global_batch_seqs:,} sequences per step"
-        )
+        card, tokens = f"What {clean(workload.gpu.name)} can fine-tune", f"{workload.seq_len_tokens:,} tokens"
+        return joined((card, objective_words(workload), tokens, step_words(workload)), " · ")
 
     def _sentences(self) -> list[str]:
         rows = self.rows
@@ -539,7 +537,8 @@ class TargetsSheet(Sheet):
 def _title(what: str, workload: Workload) -> str:
     cards = f"{workload.num_gpus} x " if workload.num_gpus > 1 else ""
     model, gpu = clean(workload.model.model_id), clean(workload.gpu.name)
-    return f"{what} for {model} on {cards}{gpu} · {workload.seq_len_tokens:,} tokens"
+    tokens = f"{workload.seq_len_tokens:,} tokens"
+    return joined((f"{what} for {model} on {cards}{gpu}", objective_words(workload), tokens), " · ")
 
 
 def _target_sentences(rows: Sequence[TargetChoice]) -> list[str]:

@@ -33,6 +33,7 @@ class SpaceOptions:
     targets: str | None = None
     adapter: str | None = None
     packing: bool | None = None
+    objective: options.Objective = None
     no_extra_packages: options.NoExtraPackages = False
 
     def fixed(self) -> dict[str, tuple[Any, ...]]:
@@ -91,7 +92,6 @@ class JobOptions:
 class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions, JobOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
-    objective: options.Objective = None
     gpus: options.Gpus = None
     nodes: options.Nodes = None
     interconnect: options.Interconnect = None

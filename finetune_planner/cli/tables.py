@@ -260,13 +260,17 @@ def compare_adapters(
 
     Formula level: plan MODEL --gpu GPU --adapter KIND then plans one of them and dry-runs it.
     """
-    card, fixed = options.announced(find_gpu(gpu)), space.fixed()
-    if "adapter" in fixed:
-        raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
-    if "full" in fixed.get("method", ()):
-        raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
+    card = options.announced(find_gpu(gpu))
     plan_request = RequestOptions(**vars(space), **vars(memory), seq_len=seq_len, global_batch=global_batch).request()
-    fixed = {"method": ("lora", "qlora"), "kernels": PLANNED_KERNELS, **fixed}  # which every kind runs with
+    if "adapter" in plan_request.fixed:
+        raise UsageError("compare-adapters compares all of them, got --adapter", hint="leave --adapter out")
+    if "full" in plan_request.fixed.get("method", ()):
+        raise UsageError("compare-adapters compares adapters, got --method full", hint="use --method lora or qlora")
+    fixed = {
+        "method": ("lora", "qlora"),
+        "kernels": PLANNED_KERNELS,
+        **plan_request.fixed,
+    }  # which every kind runs with
     plan_request = replace(plan_request, fixed=fixed)
     request = plan_request.workload(options.announced(lookup.model(model)), card)
     # The LoRA that a plan chooses; where none fits, it is said and the command ends.

@@ -37,6 +37,8 @@ from planner.planning.option_values import duration_s, positive
 from planner.planning.plan_request import PlanRequest
 from planner.samples.steps import DEFAULT_GLOBAL_BATCH
 from planner.setup.allowed import METHODS
+from reports.plain import joined
+from reports.setup_text import objective_words
 from reports.text import job_words
 from reports.which_cluster import ClustersSheet
 
@@ -155,7 +157,8 @@ def clusters_sheet(
     cluster_options = _options(jobs, Limits(**bounds), every=bool(clusters.gpu))
     asked_for = request.workload(spec, cards[0])
     tokens = round((asked_for.data.epoch_tokens or 0) * asked_for.epochs)
-    job_summary = {"job": job_words(asked_for), "tokens": tokens, "global_batch_seqs": batch}
+    job = joined((objective_words(asked_for), job_words(asked_for)), " · ")
+    job_summary = {"job": job, "tokens": tokens, "global_batch_seqs": batch}
     return ClustersSheet(spec, cluster_options, {**bounds, **job_summary})
 
 

@@ -97,7 +97,7 @@ def test_no_engine_is_named_where_none_trains_the_same(plan_request: dict[str, A
 
 
 def test_every_kind_has_a_row_and_lora_is_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    card = ["smollm2-360m", "--gpu", "rtx-3060", "--seq-len", "1024"]
+    card = ["smollm2-360m", "--gpu", "rtx-3060", "--seq-len", "1024", "--objective", "classification"]
     assert run(["compare-adapters", *card, "--json=full", "--out", str(tmp_path)]) == 0
     rows = {row["adapter"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(rows) == list(ADAPTERS)
@@ -152,7 +152,7 @@ def test_a_plan_reaches_the_longest_sequence_and_no_longer_one(model: str, gpu: 
 
 
 def test_the_table_says_what_plan_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = ["--gpu", "rtx-3060", "--seq-len", "1024", "--method", "lora"]
+    options = ["--gpu", "rtx-3060", "--seq-len", "1024", "--method", "lora", "--objective", "dpo"]
     words = ["which-model", "smollm2", *options]
     assert run([*words, "--json=full", "--out", str(tmp_path)]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -180,8 +180,8 @@ def test_a_table_of_the_formula_takes_the_words_that_plan_takes(
 ) -> None:
     assert run([command, "--help"]) == 0
     shown = capsys.readouterr().out
-    assert "--no-dry-run" in shown
-    assert "--batch-size" in shown
+    for option in ("--no-dry-run", "--batch-size", "--objective"):
+        assert option in shown
 
 
 def test_nothing_is_said_plainly(capsys: pytest.CaptureFixture[str]) -> None:
