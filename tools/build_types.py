@@ -1,34 +1,87 @@
-"""What installed libraries say of each type of model, in planner/data/model_types.json.
+"""What libraries say of each type of model, in planner/data/model_types.json, read in their source.
 
     python -m tools.build_types
 
-Needs transformers and liger-kernel, no torch kernels: seconds. `tests/planner/test_model_types.py` compares what is
-kept with the installed libraries.
+Needs transformers and peft installed, and pip's network: of what is not installed (`READ`) the release is downloaded
+and read, nothing of it is run. `tests/planner/test_model_types.py` compares what is kept with what is installed.
 """
 
 import ast
 import json
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from planner.core.shipped import MODEL_TYPES
+from planner.frameworks.exporters import deepspeed, llamafactory, mlx, torchtitan, unsloth
 from planner.models import catalogue
+from planner.setup.packages import LIGER, TESTED
+
+Facts = dict[str, Any]
+Source = Callable[[str], str]
+"""The text of a file of a package, by its path in it."""
+EXPORTERS = (deepspeed, llamafactory, mlx, torchtitan, unsloth)
+READ = {LIGER: TESTED[LIGER]} | dict(next(iter(exporter.VALIDATED_WITH.items())) for exporter in EXPORTERS)
+"""What is read beside transformers and peft, and of which release."""
 
 
 def main() -> None:
-    facts = {**of_transformers(), "liger_loss": of_liger()}
-    lines = (f" {json.dumps(name)}: {json.dumps(sorted(types))}" for name, types in sorted(facts.items()))
-    MODEL_TYPES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    facts: Facts = {**of_transformers(), **of_modeling(), **of_peft()}
+    with tempfile.TemporaryDirectory() as folder:
+        for package, read in READERS.items():
+            facts |= read(downloaded(package, Path(folder)))
+    versions = {name: version(name) for name in ("peft", "transformers")} | READ
+    lines = (f" {json.dumps(name)}: {json.dumps(_plain(fact))}" for name, fact in sorted(facts.items()))
+    text = ",\n".join([*lines, f' "versions": {json.dumps(versions, sort_keys=True)}'])
+    MODEL_TYPES.write_text(f"{{\n{text}\n}}\n", encoding="utf-8")
 
 
-def of_transformers() -> dict[str, set[str]]:
+def _plain(fact: Any) -> Any:
+    return dict(sorted(fact.items())) if isinstance(fact, Mapping) else sorted(fact)
+
+
+def downloaded(package: str, folder: Path) -> Source:
+    """Reads a release of PyPI's: its wheel, or the archive of one that has none."""
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "-d", str(folder)]
+    subprocess.run([*pip, f"{package}=={READ[package]}"], check=True)
+    (path,) = folder.glob(f"{package.replace('-', '_')}-{READ[package]}*")
+    if path.suffix == ".whl":
+        return lambda name: zipfile.ZipFile(path).read(name).decode()
+
+    def unpacked(name: str) -> str:
+        with tarfile.open(path) as archive:
+            member = archive.extractfile(f"{package}-{READ[package]}/{name}")
+            assert member is not None
+            return member.read().decode()
+
+    return unpacked
+
+
+def listed() -> set[str]:
+    """Types of the catalogue."""
+    return {entry.model_type for entry in catalogue.entries()}
+
+
+def of_transformers() -> Facts:
     """Types of which it builds text but no class that scores a sequence; those with a plan that dispatches tokens to
-    experts on other GPUs; of these, those whose plan splits dense matrices too."""
+    experts on other GPUs; of these, those whose plan splits dense matrices too; of mixtures whose experts' matrices its
+    checkpoints still have one by one, as version 4 had them in modules, the block's name in a layer and those of an
+    expert's gate, up and down projection; encoders, which fill masks."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
 
-    listed = {entry.model_type for entry in catalogue.entries()}
-    text = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *listed}
+    text = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *listed()}
+    scored = {*auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
     plans = {}
     for name in CONFIG_MAPPING:  # a model that sees is asked by the type of the whole
         parts = getattr(CONFIG_MAPPING[name], "sub_configs", {})
@@ -36,35 +89,311 @@ def of_transformers() -> dict[str, set[str]]:
         plan = getattr(decoder, "base_model_ep_plan", None) or {}
         if "ep_dispatch_experts" in plan.values():
             plans[name] = plan.values()
+    modules = {}
+    for name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        changes = [(change.source_patterns, change.target_patterns) for change in _conversions(name)]
+        blocks = {new[0].strip("."): old[0].strip(".") for old, new in changes if len(old) == len(new) == 1}
+        split = [match for old, _ in changes for pattern in old if (match := _ONE_EXPERT.fullmatch(pattern))]
+        if len(split) == 3 and len({match["block"] for match in split}) == 1:
+            modules[name] = [split[0]["block"] or blocks.get("mlp", "mlp"), *(match["leaf"] for match in split)]
     return {
-        "unscored": text - {*auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES},
+        "unscored": text - scored,
         "expert_plan": {*plans},
         "dense_expert_plan": {name for name, plan in plans.items() if "rowwise" in plan},
+        "expert_modules": modules,
+        "reads_both_ways": {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES}
+        & {*auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
+        - {*auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES},
     }
 
 
-def of_liger() -> set[str]:
-    """Types whose loss its switch fuses with the head: of its table the functions that do unless they are told not
-    to. Nothing of it is imported, which asks for Triton.
+_ONE_EXPERT = re.compile(r"\.?(?P<block>\w*)\.?experts\.\*\.(?P<leaf>\w+)\.weight")
 
-    Raises:
-        ModuleNotFoundError: it is not installed.
+
+def _conversions(model_type: str) -> list[Any]:
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    return get_checkpoint_conversion_mapping(model_type) or []
+
+
+def of_modeling() -> Facts:
+    """What the source of the causal class's module of each type shows, in the catalogue and beyond: that its mask is
+    made without positions, that its attention comes from a table of its own (which has no kernel of the hub's), that
+    it hands its delta rule to flash-linear-attention, or calls that package's other one itself, the kernel that flash
+    attention runs whatever is asked for, that it clamps weights in place, and that its layer's classes are BERT's word
+    for word; and the part of a model, by its section of the configuration, that refuses SDPA while the rest has it.
     """
-    package = find_spec("liger_kernel")
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError("liger_kernel")
-    tree = ast.parse((Path(package.origin).parent / "transformers" / "monkey_patch.py").read_text())
-    fuses = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            names = [argument.arg for argument in node.args.args][-len(node.args.defaults) or 1 :]
-            defaults = dict(zip(names, map(ast.unparse, node.args.defaults), strict=False))
-            fuses |= {node.name} if defaults.get("fused_linear_cross_entropy") == "True" else set()
-    tables = [node.value for node in tree.body if isinstance(node, ast.Assign)
-              and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN"]  # fmt: skip
-    assert isinstance(tables[0], ast.Dict)
-    pairs = zip(tables[0].keys, tables[0].values, strict=True)
-    return {ast.literal_eval(key) for key, value in pairs if key and ast.unparse(value) in fuses}
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto as auto
+
+    facts: Facts = {
+        "masks_without_positions": set(), "own_attention_table": set(), "hands_on_delta_rule": set(),
+        "own_delta_rule": set(), "clamps_weights": set(), "flash_kernel": {}, "part_without_sdpa": {},
+        "bert_layers": set(),
+    }  # fmt: skip
+    of_bert = _layer_classes(bert.read_text()) if (bert := modeling("bert")) is not None else {}
+    for name in sorted(
+        {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *listed()}
+    ):
+        if (path := modeling(name)) is None:
+            continue
+        source = path.read_text()
+        if not _hands_positions_on(path):
+            facts["masks_without_positions"].add(name)
+        if _layer_classes(source).items() >= of_bert.items():
+            facts["bert_layers"].add(name)
+        for fact, pattern in _WORDS.items():
+            facts[fact] |= {name} if re.search(pattern, source) else set()
+        if first := re.search(r'_compatible_flash_implementations = \[\s*"kernels-community/([\w-]+)"', source):
+            facts["flash_kernel"][name] = first[1]
+        sections = getattr(CONFIG_MAPPING[name], "sub_configs", {})
+        refusing = {*re.findall(r"    config: (\w+)\n(?:(?!\n\n).)*?    _supports_sdpa = False", source, re.DOTALL)}
+        for section, kind in sections.items():
+            if kind.__name__ in refusing and section != "text_config":
+                facts["part_without_sdpa"][name] = section
+    return facts
+
+
+_WORDS = {
+    "own_attention_table": r"_ATTENTION_CLASSES = \{[^}]*\"flash_attention_2\"",
+    "hands_on_delta_rule": r"use_kernel_func_from_hub\w*\([^)]*chunk_gated_delta_rule",
+    "own_delta_rule": r"\bchunk_kda\b",
+    "clamps_weights": r"\.weight\.data\.clamp_\(",
+}
+
+
+def _layer_classes(source: str) -> dict[str, str]:
+    """Part of a layer -> its class, with no name of the model's; of BERT's layer and its like."""
+    model = re.search(r"^class (\w+)SelfOutput\(", source, re.MULTILINE)
+    parts = [f"{model[1]}{part}" for part in _LAYER] if model else []
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name in parts)
+    return {node.name.removeprefix(model[1]): ast.unparse(node).replace(model[1], "") for node in classes if model}
+
+
+_LAYER = ("SelfAttention", "SelfOutput", "Attention", "Intermediate", "Output", "Layer")
+
+
+def modeling(model_type: str) -> Path | None:
+    """The file of a type's classes in the installed transformers, None where it has none."""
+    from transformers import CONFIG_MAPPING
+
+    package = find_spec("transformers")
+    if model_type not in CONFIG_MAPPING or package is None or package.origin is None:
+        return None
+    *folder, module = CONFIG_MAPPING[model_type].__module__.split(".")[1:]
+    path = Path(package.origin).parent.joinpath(*folder, module.replace("configuration_", "modeling_") + ".py")
+    return path if path.exists() else None
+
+
+@cache
+def _hands_positions_on(path: Path) -> bool:
+    """Whether a module's causal masks, where it makes any, are made with positions."""
+    source = path.read_text()
+    shared = re.search(r"mask_kwargs = \{[^}]*position_ids", source) is not None
+    calls = _calls(source, "create_causal_mask")
+    return all("position_ids" in words or ("**" in words and shared) for words in calls)
+
+
+def of_peft() -> Facts:
+    """The targets of types whose adapters are given none, where they are not queries and values by Llama's names."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MAPPING
+
+    return {"peft_targets": {name: targets for name, targets in MAPPING.items()
+                             if isinstance(targets, list) and targets != ["q_proj", "v_proj"]}}  # fmt: skip
+
+
+def of_liger(read: Source) -> Facts:
+    """Types whose loss its switch fuses with the head (of its table the functions that do unless they are told not
+    to); of the catalogue's types the parts of a layer that it replaces in a built model, those whose norms' backward
+    writes a tensor of its own, and of these those whose last norm does not.
+
+    Left out are functions that tell several kinds of layers apart: latent attention, shared experts, experts that are
+    looked up, eyes without a function of their text's own. "gated": an MLP, experts are none.
+    """
+    tree = ast.parse(read("liger_kernel/transformers/monkey_patch.py"))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    (table,) = (node.value for node in tree.body if isinstance(node, ast.Assign)
+                and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN")  # fmt: skip
+    assert isinstance(table, ast.Dict)
+    of_type = {ast.literal_eval(key): functions[ast.unparse(value)]
+               for key, value in zip(table.keys, table.values, strict=True) if key}  # fmt: skip
+    parts: dict[str, list[str]] = {}
+    apart, last = set(), set()
+    for name in sorted(listed() & {*of_type} | {name for name in of_type if name.removesuffix("_text") in listed()}):
+        function, text = of_type[name], of_type.get(f"{name}_text")
+        patched = dict(_patches(text if text is not None and text is not function else function))
+        if "decoder_layer.post_attention_layernorm" not in patched or any(map(_TELLS_APART.search, patched)):
+            continue
+        on = {arg.arg for arg, default in zip(function.args.args, function.args.defaults, strict=True)
+              if ast.unparse(default) == "True"}  # fmt: skip
+        gated = "decoder_layer.mlp" in patched and bool(on & {"swiglu", "geglu"})
+        path = modeling(name)
+        source = path.read_text() if path is not None else ""
+        if not gated and "Experts" not in source:
+            continue
+        heads = "self_attn.q_norm" not in source and "self.q_norm" not in source
+        heads |= "decoder_layer.self_attn.q_norm" in patched
+        present = {"norm": "rms_norm" in on, "head-norm": heads, "rotary": "rope" in on, "gated": gated}
+        parts[name] = [part for part, there in present.items() if there]
+        if not patched["decoder_layer.post_attention_layernorm"]:
+            apart.add(name)
+            last |= {name} if patched.get("base_model.norm", patched.get("text_model.norm")) else set()
+    return {
+        "liger_loss": {name for name, function in of_type.items() if _fuses(function)},
+        "liger_parts": parts,
+        "liger_norms_apart": apart,
+        "liger_last_norm_in_place": last,
+    }
+
+
+_TELLS_APART = re.compile(r"kv_a_layernorm|shared_expert|^experts$|feed_forward|vision")
+
+
+def _fuses(function: ast.FunctionDef) -> bool:
+    names = [argument.arg for argument in function.args.args][-len(function.args.defaults) or 1 :]
+    defaults = dict(zip(names, map(ast.unparse, function.args.defaults), strict=False))
+    return defaults.get("fused_linear_cross_entropy") == "True"
+
+
+def _patches(function: ast.FunctionDef) -> Iterator[tuple[str, bool]]:
+    """(what a function patches in a built model, whether its backward overwrites the gradient that comes)."""
+    partials = {
+        ast.unparse(node.targets[0]): _in_place(node.value)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and "partial" in ast.unparse(node.value.func)
+    }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).startswith("_patch_"):
+            yield ast.unparse(node.args[0]), _in_place(node) and partials.get(name, True)
+
+
+def _in_place(call: ast.Call) -> bool:
+    return not any(word.arg == "in_place" and ast.unparse(word.value) == "False" for word in call.keywords)
+
+
+def of_deepspeed(read: Source) -> Facts:
+    """Types whose block of experts ZeRO-3 gathers as one."""
+    names = re.findall(r'"transformers\.models\.(\w+)\.', read("deepspeed/runtime/zero/leaf_module_config.py"))
+    return {"zero3_leaves": {*names}}
+
+
+def of_llamafactory(read: Source) -> Facts:
+    """Types that its Liger switch takes; of types that see the template of the type's own name that asks for no
+    thinking, or the type's own, or that of most of the catalogue's models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    taken = set()
+    for node in ast.walk(ast.parse(read("llamafactory/model/model_utils/liger_kernel.py"))):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == "model_type":
+            taken |= {*re.findall(r"'(\w+)'", ast.unparse(node.comparators[0]))}
+    templates = _calls(read("llamafactory/data/template.py"), "register_template")
+    registered = {words["name"].strip("'") for words in templates if "mm_plugin" in words}
+    groups: dict[str, str] = {}
+    for words in _calls(read("llamafactory/extras/constants.py"), "register_model_group"):
+        if "multimodal" in words and "template" in words:
+            names = re.findall(r"'([\w.-]+/[\w.-]+)'", words["models"])
+            groups |= dict.fromkeys(map(str.lower, names), words["template"].strip("'"))
+    by_type: dict[str, Counter[str]] = {}
+    for entry in catalogue.entries():
+        if template := groups.get(entry.model_id.lower()):
+            by_type.setdefault(entry.model_type, Counter())[template] += 1
+    chosen = {name: counts.most_common(1)[0][0] for name, counts in by_type.items()}
+    for name in {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *by_type, "ministral3"}:
+        plain = name.removesuffix("_moe")
+        if of_name := [template for template in (f"{plain}_nothink", plain) if template in registered]:
+            chosen[name] = of_name[0]
+    return {"llamafactory_liger": taken, "llamafactory_templates": chosen}
+
+
+def _calls(source: str, function: str) -> Iterator[dict[str, str]]:
+    """The named arguments of a function's calls, as they are written."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function:
+            yield {word.arg or "**": ast.unparse(word.value) for word in node.keywords}
+
+
+def of_mlx(read: Source) -> Facts:
+    """Types of which it has every matrix of a layer under transformers' name, by the catalogue or the source;
+    mixtures, convolutions and models that see left out."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    (remapped,) = (ast.literal_eval(node.value) for node in ast.parse(read("mlx_lm/utils.py")).body
+                   if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_REMAPPING")  # fmt: skip
+    named, by_type = set(), {entry.model_type: entry.model_id for entry in catalogue.entries()}
+    for name in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} | listed():
+        path, sections = (
+            modeling(name),
+            (getattr(CONFIG_MAPPING[name], "sub_configs", {}) if name in CONFIG_MAPPING else {}),
+        )
+        source = path.read_text() if path is not None else ""
+        if "vision_config" in sections or re.search(r"Experts|nn\.Conv1d", source):
+            continue
+        model = catalogue.load(by_type[name]) if name in by_type else None
+        if model is not None:
+            wanted = {linear.leaf for layer in model.layer_kinds for linear in layer.linears}
+        else:
+            layers = "\n".join(text for text in source.split("\nclass ") if not _NO_LAYER.match(text))
+            wanted = {*re.findall(r"self\.(\w+) = nn\.Linear\(", layers)}
+        named |= {name} if wanted and wanted <= set(_linears(read, remapped.get(name, name))) else set()
+    return {"mlx": named}
+
+
+_NO_LAYER = re.compile(r"\w*(For[A-Z]|Head|Pooler|Projector)")
+
+
+def _linears(read: Source, module: str) -> Iterator[str]:
+    """Names of the matrices of a module of MLX-LM's, with those of the module that it builds on."""
+    try:
+        source = read(f"mlx_lm/models/{module}.py")
+    except KeyError:
+        return
+    yield from re.findall(r"self\.(\w+) = nn\.Linear\(", source)
+    for other in re.findall(r"^from \. import (\w+)$", source, re.MULTILINE):
+        yield from _linears(read, other)
+
+
+def of_torchtitan(read: Source) -> Facts:
+    """Hidden size and layers of its Llamas and Qwens -> its name for them."""
+    flavors: dict[str, dict[str, str]] = {}
+    for family in ("llama3", "qwen3"):
+        tree = ast.parse(read(f"torchtitan/models/{family}/__init__.py"))
+        for table in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
+            for key, value in zip(table.keys, table.values, strict=True):
+                if isinstance(value, ast.Call) and key is not None and re.fullmatch(r"'[\dA.B-]+'", ast.unparse(key)):
+                    sizes = {word.arg: ast.unparse(word.value) for word in value.keywords}
+                    flavors.setdefault(family, {})[f"{sizes['dim']} x {sizes['n_layers']}"] = ast.literal_eval(key)
+    return {"torchtitan": flavors}
+
+
+def of_unsloth(read: Source) -> Facts:
+    """Types that it runs by classes of its own, whose attention and MLP are fused LoRA functions; those that it keeps
+    from fp16 -> whether for gradients without a number, by its own remark."""
+    from transformers import CONFIG_MAPPING
+
+    source, own = read("unsloth/models/loader.py"), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.If) and (match := re.fullmatch(r"model_type == '(\w+)'", ast.unparse(node.test))):
+            assigned = [ast.unparse(line.targets[0]) for line in node.body if isinstance(line, ast.Assign)]
+            own |= {match[1]} if "dispatch_model" in assigned else set()
+    (listing,) = re.findall(r"^_FORCE_FLOAT32_FALLBACK = \[\n(.*?)^\]", source, re.MULTILINE | re.DOTALL)
+    from_fp16 = {}
+    for word, remark in re.findall(r'"([\w,]+)",(.*)', listing):
+        names = (name for name in CONFIG_MAPPING if word in f"{name}," or word == name.replace("_", ""))
+        from_fp16 |= dict.fromkeys(names, "NaN" in remark)
+    return {"unsloth": own, "unsloth_no_fp16": from_fp16}
+
+
+READERS: dict[str, Callable[[Source], Facts]] = {
+    LIGER: of_liger,
+    "deepspeed": of_deepspeed,
+    "llamafactory": of_llamafactory,
+    "mlx-lm": of_mlx,
+    "torchtitan": of_torchtitan,
+    "unsloth": of_unsloth,
+}
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from planner.core.shipped import by_model_type, model_types
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import AttentionSpec, ModelSpec
 from planner.models.targets import adapts_expert_stacks
-from planner.options.kernels import KERNELS, LIGER_LOSS, kernels_refusal
+from planner.options.kernels import FUSED_LORA, KERNELS, LIGER_LOSS, kernels_refusal
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
 from planner.options.sound import WITH_SOUND, WITH_TWO_HALVES
@@ -16,11 +17,14 @@ from planner.setup.packages import CHUNKED_TYPES, DELTA
 
 Kernel = Literal["flash", "efficient", "math", "eager", "linear"]
 
-ALWAYS_MASKED = frozenset({"falcon", "t5"})
-"""Types that always hand SDPA a mask (T5: its position bias). Falcon repeats its keys to all heads where it has more
-than one."""
 
-PACKS_TOGETHER = frozenset({"bloom", "falcon", "gpt_oss", "opt"})
+def always_masked(model: ModelSpec) -> bool:
+    """Whether its class always hands SDPA a mask: a position bias, or Falcon's, which repeats its keys to all heads
+    where it has more than one."""
+    return model.traits.position_bias or model.model_type == "falcon"
+
+
+PACKS_TOGETHER = model_types("masks_without_positions")
 """Types whose class makes its mask without positions, so that packed samples attend to each other; SDPA gets none for
 them.
 
@@ -36,9 +40,9 @@ def packs_apart(model: ModelSpec, attention: str) -> bool:
     return handed_on or model.model_type not in PACKS_TOGETHER
 
 
-def masks_packed(model_type: str) -> bool:
+def masks_packed(model: ModelSpec) -> bool:
     """Whether SDPA is handed a mask where samples are packed: one that keeps them apart, or one that is always made."""
-    return model_type not in PACKS_TOGETHER - ALWAYS_MASKED
+    return always_masked(model) or model.model_type not in PACKS_TOGETHER
 
 
 MAX_FUSED_HEAD_DIM = 256
@@ -67,7 +71,7 @@ vllm-flash-attn3 has sinks forward only (github.com/nvidia-cosmos/cosmos-rl/issu
 """
 
 
-SINK_KERNELS = {"gpt_oss": "vllm-flash-attn3"}
+SINK_KERNELS = by_model_type("flash_kernel")
 """Model type -> the kernel that its class gets whatever flash attention is asked for (FLASH)."""
 
 
@@ -103,7 +107,7 @@ def flash_refusal(model: ModelSpec, name: str = "flash_attention_2") -> str:
     return ""
 
 
-HUBLESS = frozenset({"falcon", "gpt_neo", "gptj"})
+HUBLESS = model_types("own_attention_table")
 """Types whose class looks its attention up in a table of its own, which has no name of a kernel from the hub: where
 flash-attn is not built, flash attention ends in a KeyError as the model loads. No launch file asks for it.
 
@@ -141,7 +145,7 @@ def default_attention(model: ModelSpec | None) -> str:
     return "sdpa" if model is None or "sdpa" in model.attentions else "eager"
 
 
-WITHOUT_SDPA = {"gemma4": "audio_config"}
+WITHOUT_SDPA = by_model_type("part_without_sdpa")
 """The part of a model type that refuses SDPA by name while the text has it: its section of the configuration.
 
 Source: transformers 5.23 `Gemma4AudioPreTrainedModel._supports_sdpa`, `get_correct_attn_implementation` (an unnamed
@@ -162,7 +166,8 @@ def attention_refusal(model: ModelSpec, attention: str) -> str:
         sinks = any(spec.sinks for spec in _attentions(model))
         return "" if sinks else f"FlexAttention is planned for attention sinks, which {model.model_type} has not"
     if attention == XFORMERS:
-        return "" if model.model_type in XFORMERS_TYPES else f"xformers was read with no class of {model.model_type}"
+        plain = model.model_type in FUSED_LORA and "sdpa" in model.attentions  # it is handed no cap and no sink
+        return "" if plain else f"xformers was read with no class of {model.model_type}"
     if attention not in model.attentions:
         return f"transformers has no {attention} attention for {model.model_type}"
     return ""
@@ -313,8 +318,7 @@ def padded(model: ModelSpec, setup: TrainSetup) -> TrainSetup | None:
 
 def handed_mask(model: ModelSpec, setup: TrainSetup, attention: AttentionSpec) -> bool:
     """Whether SDPA gets a mask of tokens x tokens in a layer of this model: `masked`, or its class always makes one."""
-    always = model.model_type in ALWAYS_MASKED
-    return always or masked(setup, attention, masks_packed=masks_packed(model.model_type))
+    return always_masked(model) or masked(setup, attention, masks_packed=masks_packed(model))
 
 
 def attention_generation(gpu: GpuSpec) -> str:
@@ -336,14 +340,10 @@ def takes_cudnn(gpu: GpuSpec, attention: str) -> bool:
     return attention == "sdpa" and (gpu.compute_capability or (0, 0))[0] in (9, 10)
 
 
-XFORMERS_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types whose attention Unsloth runs itself, without a mask in training, where it is neither capped nor sunk;
-Axolotl's function is handed no cap and no sink either."""
-
-
 def brings_xformers(model_type: str, setup: TrainSetup) -> bool:
-    """Whether 16-bit attention without a mask runs by xformers' kernel on NVIDIA's cards before Ampere, not by SDPA."""
-    return setup.stack == "unsloth" and setup.attention == "sdpa" and model_type in XFORMERS_TYPES
+    """Whether 16-bit attention without a mask runs by xformers' kernel on NVIDIA's cards before Ampere, not by SDPA: of
+    types whose attention Unsloth runs itself, where it is neither capped nor sunk."""
+    return setup.stack == "unsloth" and setup.attention == "sdpa" and model_type in FUSED_LORA
 
 
 def attention_kernel(
@@ -389,7 +389,7 @@ def attention_kernel(
     no_backward = generation == "small" and 192 < attention.head_dim <= 224
     if half and not old and equal_heads and fused_width and not has_mask and not no_backward:
         return "efficient" if setup.pads else "flash"
-    if model.model_type in ALWAYS_MASKED and attention.num_kv_heads == 1:
+    if always_masked(model) and attention.num_kv_heads == 1:
         return "math"
     grouped = attention.num_kv_heads != attention.num_heads and equal_heads and fused_width and not has_mask
     grouped &= not setup.repeats_keys

@@ -678,7 +678,7 @@ def layer_costs(
             tokens=layer_setup.forward_tokens,
             hidden=model.hidden_size,
             traits=model.traits,
-            masks_packed=masks_packed(model.model_type),
+            masks_packed=masks_packed(model),
             stacks=stacks,
             fused=fused,
             looked_at=looked_at,

@@ -12,16 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from planner.core.shipped import by_model_type
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, Role
 
-_QWEN = ("mlp", "gate_proj", "up_proj", "down_proj")
-_MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
-_OF_QWEN = ("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "afmoe")
-_NAMES = {
-    **dict.fromkeys(("mixtral", "phimoe"), _MIXTRAL),
-    **dict.fromkeys(_OF_QWEN, _QWEN),
-    "lfm2_moe": ("feed_forward", "w1", "w3", "w2"),
-}
+_NAMES = by_model_type("expert_modules")
 """Model type -> (the block's name in a layer, an expert's first gate, its up and its down projection)."""
 _BARE_ROUTERS = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe"})
 """Types whose router held a bare weight in transformers 4 too."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from planner.core.shipped import model_types
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.setup import TrainSetup
 
@@ -140,7 +141,7 @@ def kept_fraction(model: ModelSpec) -> float:
     return sum(linear.num_weights * num for linear, num in linears if linear.kept) / whole if whole else 0.0
 
 
-CLAMPS_WEIGHTS = frozenset({"gemma3n", "gemma3n_text"})
+CLAMPS_WEIGHTS = model_types("clamps_weights")
 """Source: transformers 5.23 Gemma3nTextAltUp.predict; the dry run ends there with bitsandbytes' layers."""
 
 

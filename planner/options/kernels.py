@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from planner.core.records import dataclass
-from planner.core.shipped import model_types
+from planner.core.shipped import by_model_type, model_types
 from planner.options.stacks import TARGET_ROWS, written_by
 
 
@@ -55,20 +55,14 @@ _ROWS = (
 KERNELS: Mapping[str, KernelFamily] = {row.name: row for row in _ROWS}
 """Every family by its name."""
 
-_NO_HEAD_NORM = _LAYER - {"head-norm"}
 LIGER_PARTS: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "llama", "mistral", "phi3", "qwen2"), _LAYER),
-    **dict.fromkeys(("granite", "qwen3", "smollm3"), _LAYER),
-    **dict.fromkeys(("olmo2", "olmo3"), _NO_HEAD_NORM),
-    **dict.fromkeys(("glm4", "qwen3_5", "qwen3_5_text"), _LAYER - {"rotary"}),
-    **dict.fromkeys(("gpt_oss", "mixtral", "qwen3_moe"), _LAYER - {"gated"}),
+    name: frozenset(parts) for name, parts in by_model_type("liger_parts").items()
 }
 """Model type -> the parts that Liger's switch computes in it. Left out: types of which it changes little or what is not
 modelled (Llama 4, Gemma 4, DeepSeek, Qwen3-Next). Routed experts stay transformers': Liger's own grouped kernel for
 them is switched off in what is written here.
 
-Source: `_apply_liger_kernel_to_instance` of liger-kernel 0.8.5 on transformers 5.23, applied to one model of each type
-(tools/liger_parts.py): modules whose forward it replaced, and the module's `apply_rotary_pos_emb`.
+Source: liger-kernel 0.8.5 `transformers/monkey_patch.py` (`tools/build_types.py`).
 """
 LIGER_LOSS = model_types("liger_loss")
 """Model types whose loss Liger fuses with the head. For any other a trainer's Liger switch leaves the logits held in
@@ -77,11 +71,11 @@ full, and says so in a log line at most; for Granite it patches layers and refus
 Source: liger-kernel 0.8.5 `transformers/monkey_patch.py` MODEL_TYPE_TO_APPLY_LIGER_FN, whose functions fuse it unless
 they are told not to.
 """
-FUSED_LORA = frozenset({"gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3"})
+FUSED_LORA = model_types("unsloth")
 """Model types whose attention and MLP both Axolotl and Unsloth run as fused LoRA functions.
 
-Source: Axolotl docs/lora_optims ("llama, mistral, qwen2, gemma, gemma2") and `monkeypatch/lora_kernels.py` QKV_PATCHES
-(which has Qwen3's form); Unsloth `models/` (llama, mistral, qwen2, qwen3, gemma, gemma2).
+Source: Unsloth's `models/loader.py` (types with a class of its own); Axolotl docs/lora_optims and
+`monkeypatch/lora_kernels.py` QKV_PATCHES, which have all of them.
 """
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import final
 
 from planner.core.records import dataclass
+from planner.core.shipped import by_model_type
 
 
 @final
@@ -51,9 +52,7 @@ PRECISIONS: Mapping[str, Precision] = {row.name: row for row in _ROWS}
 _INFINITE = "its activations grow beyond 65,504, fp16's largest number: losses are infinite or no number"
 _NO_NUMBER = "its gradients' norm often is no number, and the loss scaler then leaves the step out"
 FP16_OVERFLOWS: Mapping[str, str] = {
-    **dict.fromkeys(("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gpt_oss"), _INFINITE),
-    **dict.fromkeys(("gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite", "qwen3_moe"), _NO_NUMBER),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _NO_NUMBER),
+    name: _NO_NUMBER if no_number else _INFINITE for name, no_number in by_model_type("unsloth_no_fp16").items()
 }
 """Model types that do not train well in fp16 -> what happens.
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from planner.core.shipped import model_types
 from planner.options.kernels import KERNELS, LIGER
 from planner.options.losses import LOSSES
 from planner.setup import TrainSetup
@@ -12,15 +13,13 @@ FLASH = "flash-attn"
 DELTA, CONV = "flash-linear-attention", "causal-conv1d"
 VLLM = "vllm"
 TESTED = {LIGER: "0.8.5", FLASH: "2.8.3", DELTA: "0.6.0", CONV: "1.7.0", VLLM: "0.30.0"}
-"""The version that is installed: of Liger that whose own code was run here (tools/liger_parts.py,
+"""The version that is installed: of Liger that whose own code was run here (tools/build_types.py,
 benchmarks/trace_liger.py), of the others PyPI's newest of November 2026 (flash-attn: the newest with ready builds;
 vLLM: the newest that pip resolves beside transformers 5.23, and that trl 1.16 takes)."""
-CHUNKED_TYPES = frozenset({
-    "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp",
-})  # fmt: skip
-"""Model types whose gated delta rule transformers 5.23 hands to flash-linear-attention's `chunk_gated_delta_rule` where
+CHUNKED_TYPES = model_types("hands_on_delta_rule")
+"""Model types whose gated delta rule transformers hands to flash-linear-attention's `chunk_gated_delta_rule` where
 that is installed (`use_kernel_func_from_hub_with_fallback(..., "fla")`); without it a loop in PyTorch runs, in fp32."""
-DELTA_TYPES = CHUNKED_TYPES | {"bailing_hybrid", "glm5_next", "kimi_linear"}
+DELTA_TYPES = CHUNKED_TYPES | model_types("own_delta_rule")
 """With those whose delta rule is the package's `chunk_kda`, which is counted as the loop without it."""
 PACKAGED: Mapping[str, Mapping[object, str]] = {
     "loss": {name: LIGER for name, row in LOSSES.items() if row.triton},

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from planner.core.install import packages_command
+from planner.core.shipped import model_types
 from planner.options.kernels import parts_of
 from planner.setup import TrainSetup
 
@@ -42,10 +43,9 @@ def listening(listener: Listener) -> Iterator[None]:
 # Kernel families on a built model: on meta their autograd functions by what they save and allocate, on a GPU the real.
 
 
-OUT_OF_PLACE = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "olmo2", "olmo3", "qwen3_5", "qwen3_5_text"})
-"""Types whose norms' backward writes a tensor of its own, where others overwrite the gradient that comes.
-Source: liger-kernel 0.8.5 `transformers/monkey_patch.py` (in_place=False)."""
-IN_PLACE_FINAL = frozenset({"olmo2", "olmo3"})
+OUT_OF_PLACE = model_types("liger_norms_apart")
+"""Types whose norms' backward writes a tensor of its own, where others overwrite the gradient that comes."""
+IN_PLACE_FINAL = model_types("liger_last_norm_in_place")
 """Of those, types whose last norm overwrites all the same."""
 NEEDS = ("liger_kernel", "triton")
 

@@ -1,21 +1,34 @@
-"""`planner/data/model_types.json` is what the installed libraries say (`python -m tools.build_types` writes it)."""
+"""`planner/data/model_types.json` is what the libraries say (`python -m tools.build_types` writes it)."""
 
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from planner.core.shipped import model_types
-from tools.build_types import of_liger, of_transformers
+from planner.core.shipped import by_model_type, model_types
+from planner.setup.packages import LIGER
+from tools.build_types import READ, of_liger, of_modeling, of_peft, of_transformers
 
 
-def test_what_transformers_says_of_types_is_kept() -> None:
-    for name, types in of_transformers().items():
-        assert model_types(name) == types, name
+def test_what_installed_libraries_say_of_types_is_kept() -> None:
+    for name, types in {**of_transformers(), **of_modeling(), **of_peft()}.items():
+        assert by_model_type(name) == (types if isinstance(types, dict) else dict.fromkeys(types)), name
     seeing, none = {"qwen3_vl_moe", "glm4v_moe", "ernie4_5_vl_moe"}, {"dbrx", "jetmoe", "llama4", "longcat_flash"}
     assert seeing <= model_types("expert_plan")
     assert not none & model_types("expert_plan")
 
 
+def test_the_releases_that_were_read_are_those_that_launch_files_name() -> None:
+    assert by_model_type("versions") == {name: version(name) for name in ("peft", "transformers")} | READ
+
+
 @pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is not installed here")
-def test_liger_fuses_the_loss_of_the_types_that_its_own_table_has() -> None:
-    assert model_types("liger_loss") == of_liger()
+def test_liger_does_what_was_read() -> None:
+    package = find_spec("liger_kernel")
+    assert package is not None
+    assert package.origin is not None
+    folder = Path(package.origin).parents[1]
+    assert version(LIGER) == READ[LIGER]
+    for name, types in of_liger(lambda path: (folder / path).read_text()).items():
+        assert by_model_type(name) == (types if isinstance(types, dict) else dict.fromkeys(types)), name

@@ -11,7 +11,6 @@ from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.versions import taken_by
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
-from planner.models.spec import LIKE_BERT
 from tests.planner.helpers import loaded, says
 
 HEAD = """
@@ -32,7 +31,6 @@ def read(body: str, arguments: tuple[str, ...] | None = None, **versions: str) -
     return read_text(HEAD + body, "train.py", around=FileContext(arguments=arguments, versions=versions))
 
 
-OLD_ENCODERS = (*LIKE_BERT, "deberta-v2", "modernbert")
 WISHES = 'wishes = {"per_device_train_batch_size": 4, "max_seq_length": 256, "max_length": 512, "gone_long_ago": 1}\n'
 RUN = "SFTTrainer(model, args=SFTConfig(**kept)).train()\n"
 FILTERS = {
@@ -414,7 +412,7 @@ def test_a_model_that_is_handed_by_name_has_the_types_of_the_trainer(
 
 
 def test_of_the_catalogues_bert_likes_the_checkpoints_type_is_known() -> None:
-    encoders = [loaded(entry.model_id) for entry in catalogue.entries() if entry.config["model_type"] in OLD_ENCODERS]
+    encoders = [model for entry in catalogue.entries() if (model := loaded(entry.model_id)).reads_both_ways]
     assert {model.model_type for model in encoders} >= {"modernbert", "bert", "roberta", "deberta-v2"}
     assert {stored_dtype(model) for model in encoders} == {"fp32"}
 

@@ -2,12 +2,13 @@
 
 import json
 
+from planner.core.shipped import by_model_type, model_types
 from planner.frameworks.exporters import chat, common, deepspeed, prepare
 from planner.frameworks.exporters.several_gpus import PER_NODE, sharding_refusal, split_refusal
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, Difference, Draft, ExportRequest, LaunchFile
 from planner.frameworks.tools.llamafactory import ATTENTIONS, LLAMAFACTORY
-from planner.memory.attention_kernels import flash_refusal, left_unnamed
+from planner.memory.attention_kernels import SINK_KERNELS, flash_refusal, left_unnamed
 from planner.models.spec import ModelSpec
 from planner.models.targets import adapts_expert_stacks, attention_target_names, peft_target_modules, unadaptable
 from planner.options.kernels import LIGER_LOSS
@@ -21,10 +22,7 @@ DATASET_KEY = "planned"
 VALIDATED_WITH = {"llamafactory": "0.9.5", "transformers": "5.5.4", "peft": "0.18.1", "trl": "0.24.0"}
 """Of transformers not 5.6.0, the newest that it takes: that one's flash attention stops at every model without sinks
 (`integrations/flash_attention.py`: s_aux.to of None; LLaMA-Factory issue 10610)."""
-LIGER_TYPES = frozenset({
-    "gemma", "gemma2", "gemma3", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2",
-    "qwen3", "qwen3_5", "qwen3_moe", "qwen3_next",
-})  # fmt: skip
+LIGER_TYPES = model_types("llamafactory_liger")
 """Source: LLaMA-Factory 0.9.5 `model/model_utils/liger_kernel.py`, which only warns for any other type."""
 
 
@@ -103,9 +101,9 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "LLaMA-Factory holds the reference of full fine-tuning in another type than the policy: not modelled"
     if not setup.objective_spec.supervised and setup.kernels != "eager":
         return "LLaMA-Factory's Liger switch was not read for preference training; plan with --kernels eager"
-    if model is not None and model.model_type == "gpt_oss":
+    if model is not None and model.model_type in SINK_KERNELS:
         why = flash_refusal(model, "kernels-community/vllm-flash-attn3")
-        return f"LLaMA-Factory runs gpt_oss with vllm-flash-attn3 whatever was asked: {why}"
+        return f"LLaMA-Factory runs {model.model_type} with vllm-flash-attn3 whatever was asked: {why}"
     if reason := common.family_refusal(setup, TARGET) or common.multimodal_refusal(model, "LLaMA-Factory"):
         return reason
     if setup.images is not None and model is not None and model.model_type not in _TEMPLATES:
@@ -226,14 +224,7 @@ def _sections(request: ExportRequest, runs: TrainSetup) -> list[Section]:
     ]
 
 
-_TEMPLATES = {
-    **{name: name for name in ("qwen2_vl", "llava", "paligemma", "gemma3", "gemma3n", "gemma4", "mllama")},
-    "qwen2_5_vl": "qwen2_vl",
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "qwen3_vl_nothink"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "qwen3_5_nothink"),
-    "mistral3": "mistral_small",  # of the text below it: "ministral3"
-    "internvl": "intern_vl",
-}
+_TEMPLATES = {"mistral3": "mistral_small", **by_model_type("llamafactory_templates")}
 """Its template of a vision-language model, which says what stands for a picture (0.9.5 `data/template.py`)."""
 
 
@@ -246,7 +237,7 @@ def _template(request: ExportRequest) -> Line:
     model = request.model
     if request.setup.images is not None and model is not None and model.model_type in _TEMPLATES:
         text = model.config.get("text_config", {}).get("model_type", "")
-        return Line("template", text if text == "ministral3" else _TEMPLATES[model.model_type])
+        return Line("template", _TEMPLATES.get(text) or _TEMPLATES[model.model_type])
     if chat.brought_along(request):
         return Line("template", "default", "the tokenizer has none of its own")
     return Line("template", "empty", f"launch/{prepare.NAME} has written the model's own into the texts")

@@ -5,6 +5,7 @@ Field names of mlx-lm 0.32. A base in 4 bits is made by `mlx_lm.convert`, once, 
 
 import shlex
 
+from planner.core.shipped import model_types
 from planner.frameworks.exporters import chat, common, prepare
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shown_path, yaml_text
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
@@ -19,10 +20,7 @@ FILE = "mlx/mlx.yaml"
 VALIDATED_WITH = {"mlx-lm": "0.32.2", "datasets": "5.2.0"}
 BASE = "launch/mlx/base"
 """Where a base is written that is not used as the hub has it, by its bits."""
-TYPES = frozenset({
-    "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "granite", "llama", "mistral", "olmo2",
-    "olmo3", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
-})  # fmt: skip
+TYPES = model_types("mlx")
 """Model types whose layers MLX-LM's own classes have under transformers' names (`mlx_lm/models`)."""
 
 

@@ -5,7 +5,9 @@ architectures, loaded from and saved to transformers' format.
 """
 
 import json
+from collections.abc import Mapping
 
+from planner.core.shipped import by_model_type
 from planner.frameworks.exporters import prepare, several_gpus
 from planner.frameworks.exporters.common import counted_steps, differing
 from planner.frameworks.exporters.text import Line, Section, section, shown_path
@@ -19,33 +21,23 @@ TARGET = "torchtitan"
 FILE = "torchtitan/torchtitan.toml"
 VALIDATED_WITH = {"torchtitan": "0.2.2", "torch": "2.13.0"}
 MODULE = f"-m torchtitan.train --job.config_file launch/{FILE}"
-FLAVORS = {
-    ("qwen3", 1024, 28): "0.6B",
-    ("qwen3", 2048, 28): "1.7B",
-    ("qwen3", 2560, 36): "4B",
-    ("qwen3", 4096, 36): "8B",
-    ("qwen3", 5120, 40): "14B",
-    ("qwen3", 5120, 64): "32B",
-    ("qwen3_moe", 2048, 48): "30B-A3B",
-    ("qwen3_moe", 4096, 94): "235B-A22B",
-    ("llama", 4096, 32): "8B",
-    ("llama", 8192, 80): "70B",
-    ("llama", 16384, 126): "405B",
-}
-"""(model type, hidden size, layers) -> torchtitan's name. Source: 0.2.2 models/{qwen3,llama3}/__init__.py."""
-NAMES = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama3"}
+FAMILIES = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama3"}
+"""Model type -> the folder of torchtitan's `models` that has it."""
+LLAMA = "llama3"
 
 
 def flavor(model: ModelSpec | None) -> str:
     """torchtitan's name of a model's size, "" where it has no such model."""
-    if model is None:
+    family = FAMILIES.get(model.model_type, "") if model is not None else ""
+    if model is None or not family:
         return ""
-    if model.model_type == "llama":
+    if family == LLAMA:
         scaling = model.config.get("rope_scaling") or model.config.get("rope_parameters") or {}
         # torchtitan's Llama scales its rotary frequencies like Llama 3.1 does
         if model.vocab_size != 128256 or scaling.get("factor") != 8:
             return ""
-    return FLAVORS.get((model.model_type, model.hidden_size, model.num_layers), "")
+    flavors: Mapping[str, str] = by_model_type("torchtitan")[family]
+    return flavors.get(f"{model.hidden_size} x {model.num_layers}", "")
 
 
 def differences(setup: TrainSetup) -> tuple[Difference, ...]:
@@ -111,7 +103,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         section("job", Line("dump_folder", shown_path(request.output_dir))),
         section(
             "model",
-            Line("name", NAMES[request.model.model_type]),
+            Line("name", FAMILIES[request.model.model_type]),
             Line("flavor", flavor(request.model)),
             Line("hf_assets_path", shown_path(request.model_id), "a folder on disk"),
         ),

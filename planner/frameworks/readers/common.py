@@ -4,9 +4,11 @@ and settings that every tool on top of transformers' TrainingArguments writes in
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from planner.core.errors import ConfigError, SetupError
+from planner.core.shipped import by_model_type
 from planner.frameworks.exporters.common import USUAL_ATTENTION_MODULES, USUAL_LINEAR_MODULES
 from planner.frameworks.readers import versions
 from planner.frameworks.readers.loading import parse_json
@@ -24,8 +26,9 @@ from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools import Tool
 from planner.memory.attention_kernels import attention_refusal, default_attention
 from planner.memory.trained import trained_parameters
+from planner.models import catalogue
 from planner.models.encoders import SEEING, with_vision
-from planner.models.spec import LIKE_BERT, ModelSpec
+from planner.models.spec import ModelSpec
 from planner.models.stored import packed_as, stored_bits, stored_method
 from planner.models.targets import same_targets
 from planner.options.adapters import ADAPTERS
@@ -89,16 +92,7 @@ SIZES = {
     "head_dim",
 }  # fmt: skip
 """Settings of a model's configuration that make another model of it."""
-PEFT_DEFAULT_TARGETS = {
-    "gpt2": ("c_attn",),
-    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), ("query_key_value",)),
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "layoutlm"), ("query", "value")),
-    "deberta-v2": ("query_proj", "value_proj"),
-    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "phi3": ("qkv_proj", "o_proj"),
-    **dict.fromkeys(("t5", "mt5"), ("q", "v")),
-}
+PEFT_DEFAULT_TARGETS = by_model_type("peft_targets")
 """PEFT's own targets where none are given (peft 0.21, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING); q_proj and
 v_proj for every model type not named here."""
 
@@ -207,7 +201,7 @@ def targets(settings: Settings, names: tuple[str, ...]) -> str | tuple[str, ...]
     model = settings.model
     if not names:
         model_type = model.model_type if model is not None else ""
-        default = PEFT_DEFAULT_TARGETS.get(model_type, ("q_proj", "v_proj"))
+        default = tuple(PEFT_DEFAULT_TARGETS.get(model_type, ("q_proj", "v_proj")))
         settings.assume(f"no LoRA target modules named: PEFT takes {', '.join(default)}")
         return default
     if {name.lower() for name in names} & {"all-linear", "all"}:
@@ -463,12 +457,15 @@ def autocast(settings: Settings, bf16_default: bool) -> str | None:
     return "fp16" if fp16 else None
 
 
-IN_FLOAT32 = (*LIKE_BERT, "deberta", "deberta-v2", "albert", "gpt2", "gpt_neo", "modernbert", "t5")
-"""Types of models whose checkpoints are published in float32, where their configuration at hand does not say it.
-
-Source: of ModernBERT transformers' tests/models/modernbert test_inference_masked_lm (loaded as it is stored, right to
-1e-4) and github.com/plantcad/genecad/pull/24.
-"""
+@cache
+def _in_float32() -> frozenset[str]:
+    """Types of which every configuration of the catalogue says that its checkpoint is published in float32."""
+    by_type: dict[str, set[str]] = {}
+    for entry in catalogue.entries():
+        by_type.setdefault(entry.model_type, set()).add(
+            str(entry.config.get("dtype") or entry.config.get("torch_dtype"))
+        )
+    return frozenset(name for name, dtypes in by_type.items() if dtypes == {"float32"})
 
 
 def stored_dtype(model: ModelSpec | None) -> str:
@@ -477,7 +474,8 @@ def stored_dtype(model: ModelSpec | None) -> str:
     dtype = config.get("dtype") or config.get("torch_dtype")
     if isinstance(dtype, str) and dtype.removeprefix("torch.") in DTYPES:
         return DTYPES[dtype.removeprefix("torch.")]
-    return "fp32" if model is not None and model.model_type in IN_FLOAT32 else ""
+    # encoders say nothing: of ModernBERT transformers' tests/models/modernbert, github.com/plantcad/genecad/pull/24
+    return "fp32" if model is not None and (model.reads_both_ways or model.model_type in _in_float32()) else ""
 
 
 def weight_dtype(settings: Settings, key: str, default: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, Undetermined
-from planner.frameworks.exporters.torchtitan import FLAVORS
+from planner.core.shipped import by_model_type
 from planner.frameworks.readers import training, versions
 from planner.frameworks.readers.common import config
 from planner.frameworks.readers.program.interpret import Reader
@@ -86,7 +86,7 @@ def _model(settings: Settings, top: Settings) -> str | None:
     if path is not None and (not local or Path(path).is_dir() or top.outside.find(f"{path}/config.json")):
         return path
     name, flavor = settings.text("name", ""), settings.text("flavor", "")
-    model = f"{SERIES[name]}{flavor}" if name in SERIES and flavor in FLAVORS.values() else ""
+    model = f"{SERIES[name]}{flavor}" if name in SERIES and flavor in by_model_type("torchtitan")[name].values() else ""
     if not model and path is not None and ASSETS in path:
         model = Path(path).name  # of the hub's repository: scripts/download_hf_assets.py
     if model:

@@ -2,6 +2,7 @@
 
 from typing import final
 
+from planner.core.shipped import model_types
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.base import Engine
 from planner.memory.engines.gather import adapted, gathered_groups, scales_bytes
@@ -37,8 +38,8 @@ ZERO3_LIVE_ELEMENTS = 1_000_000_000
 ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
 """`sub_group_size`: elements whose optimizer step runs at once. Source: as above."""
 
-ZERO3_LEAVES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
-"""Model types whose expert blocks are gathered, and whose gradients wait, as one. Source: DeepSpeed 0.19
+ZERO3_LEAVES = model_types("zero3_leaves")
+"""Model types whose expert blocks are gathered, and whose gradients wait, as one. Source: DeepSpeed's
 `runtime/zero/leaf_module_config.py`."""
 NORM_CHUNK_ELEMENTS = 250_000_000
 """Elements of which ZeRO-3 takes a norm at once. Source: DeepSpeed 0.19 `stage3.py` `_constant_buffered_norm2`."""
