@@ -36,7 +36,7 @@ PAGE = """# Seconds from the operators of a run
 
 Written by `python -m benchmarks.operator_speed --write`. The dry run's speed: every operator that the real step
 issues, priced by the card's measured rates (`planner/speed/prices.py`), issued by a host of the measured class
-(`planner/speed/host.py`). Beside it the program of the setup's structure (docs/step-programs.md: the same without a dry
+(`planner/speed/host.py`). Beside it the program of the setup's structure (docs/step-profiles.md: the same without a dry
 run; empty where none ships) and the hand-made formula, which stands where there is none. Errors are of the step's
 seconds, predicted / measured - 1.
 Measured steps are medians after the first, begin to end; the few milliseconds between two steps are in neither.

@@ -5,7 +5,7 @@ minutes.
     python -m probes.tracing MODEL --objective dpo --adapter dora   # also those; what is there is kept
     python -m probes.tracing MODEL --ranks   # only those of ranks of FSDP2 and ZeRO
 
-Plans of it then stand on them instead of the formula (docs/step-profiles.md, docs/step-programs.md).
+Plans of it then stand on them instead of the formula (docs/step-profiles.md).
 """
 
 import argparse

@@ -84,6 +84,6 @@ def test_tables_for_people_hold_no_escape_codes(
 
 def test_exit_code_is_documented() -> None:
     root = Path(__file__).parents[2]
-    for page in ("CONTRIBUTING.md", "docs/faq.md"):
+    for page in ("CONTRIBUTING.md", "docs/questions.md"):
         assert re.search(rf"\b{EXIT_INTERNAL}\b", (root / page).read_text()), page
     assert os.EX_SOFTWARE == EXIT_INTERNAL
