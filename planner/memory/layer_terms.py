@@ -396,8 +396,9 @@ def _kept_by_kind(linear: LinearSpec, context: LayerContext, input_dtype: str) -
     """Bytes that an adapter of another kind than LoRA keeps of one matrix, a copy of its input apart.
 
     DoRA keeps the matrix's own result and LoRA's for the gradient of the magnitude, and under dropout, which it puts
-    before the matrix too, the matrix in the type that it multiplies; VeRA its inner product and the
-    result that its vector scales; IA3 what it scales; OFT the skew matrix of its rotation, its powers and their sum.
+    before the matrix too, the matrix in the type that it multiplies; VeRA its inner product, the result that its vector
+    scales, and what autocast makes of its two frozen matrices, which are in fp32; IA3 what it scales; OFT the skew
+    matrix of its rotation, its powers and their sum.
 
     Source: peft 0.21 `tuners/lora/dora.py`, `tuners/adalora/layer.py`, `tuners/vera/layer.py`, `tuners/ia3/layer.py`,
     `tuners/oft/layer.py` _cayley_batch.
@@ -416,6 +417,8 @@ def _kept_by_kind(linear: LinearSpec, context: LayerContext, input_dtype: str) -
     dropped = setup.adapter == "dora" and setup.lora_dropout > 0
     same = dtypes.adapter == dtypes.table and dtypes.autocast in (None, dtypes.table) and not dtypes.quantized
     copied = multiplied * linear.num_weights if dropped and not same else 0
+    if setup.adapter == "vera" and dtypes.autocast:
+        copied = multiplied * rank * (inside + out)
     return context.tokens * per_token.get(setup.adapter, 0) + copied
 
 

@@ -438,10 +438,15 @@ def _check_kind(setup: SetupValues) -> None:
         )
     if row.like_lora:
         return
-    if setup.objective not in (_DEFAULT_OBJECTIVE, "classification"):
+    other_objective = setup.objective not in (_DEFAULT_OBJECTIVE, "classification")
+    fp32_logits = row.form == "scales" and setup.quantized and not setup.autocast_dtype  # which no formula here knows
+    without = row.form in ("prompt", "prefix", "rows") or (row.form == "norms" and setup.objective_spec.rolls_out)
+    if other_objective and (without or fp32_logits):
         raise SetupError(
-            f"adapter {row.name!r} is planned for objectives 'sft' and 'classification', got {setup.objective!r}",
-            hint="use --adapter lora, rslora, pissa or loftq",
+            f"adapter {row.name!r} is not planned for objective {setup.objective!r}",
+            hint="use --precision bf16-autocast"
+            if fp32_logits
+            else "use --adapter lora, or another that adapts matrices",
         )
     if "lora" in _KERNELS[setup.kernels].parts:
         raise SetupError(f"kernels {setup.kernels!r} fuse LoRA, got adapter {row.name!r}", hint="use --kernels liger")

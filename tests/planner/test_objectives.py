@@ -106,10 +106,8 @@ def test_orpo_on_several_gpus_is_accelerates_to_launch(tmp_path: Path) -> None:
 
 def test_an_adapter_that_the_objective_does_not_take_is_named() -> None:
     model = loaded("gpt2")
-    fixed = {"objective": ("dpo",), "adapter": ("dora",), "loss": ("chunked",), "method": ("lora", "qlora")}
-    with pytest.raises(
-        UsageError, match="adapter 'dora' is planned for objectives 'sft' and 'classification', got 'dpo'"
-    ):
+    fixed = {"objective": ("dpo",), "adapter": ("prompt",), "loss": ("chunked",), "method": ("lora", "qlora")}
+    with pytest.raises(UsageError, match="adapter 'prompt' is not planned for objective 'dpo'"):
         plan_workload(PlanRequest(fixed=fixed).workload(model, CARD))
 
 
