@@ -557,7 +557,7 @@ def grouped_temporary(layer: LayerSpec, context: LayerContext) -> int:
 
     Source: experts4bit-qlora 0.58.1 `recipe.py` grouped_nf4_padded_rows_bound, _grouped_nf4_backward; grouped-nf4-gemm
     `nf4_qlora.py` (the limit is on 16-bit elements; fp32 adapters round both edges up to a quarter of a power of two).
-    Measured: benchmarks/streamed_experts.py.
+    Measured: tests/planner/test_streamed_experts.py.
     """
     if layer.mlp is None or layer.mlp.kind != "moe" or not context.setup.quantize_experts:
         return 0

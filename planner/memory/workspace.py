@@ -15,7 +15,7 @@ def workspace_bytes(capability: tuple[int, int] | None) -> int:
     (`:4096:2:16:8`).
 
     Source: PyTorch 2.13 `aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`; its newest source has
-    32 MiB on RTX 50 too, where an RTX 5090 was measured at 21.91 GiB (benchmarks.streamed_experts, FP1): 21.90 so.
+    32 MiB on RTX 50 too, where an RTX 5090 was measured at 21.91 GiB (test_streamed_experts, FP1): 21.90 so.
     """
     return 32 * MIB if capability is not None and capability[0] in (9, 10) else 8320 * KIB
 

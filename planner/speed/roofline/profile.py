@@ -21,7 +21,7 @@ UNCOMPARED_BAND = 0.5
 """Half-width of the band of speeds with experts in 4 bits, or by FlexAttention. Judgement: no run of it is known."""
 STREAMED_BAND = 1.1
 """Of experts that come from the host's memory: 1.6 and 2.1 times as long as said on links of half the rate taken
-(`python -m benchmarks.streamed_experts`)."""
+(tests/planner/test_streamed_experts.py)."""
 COMPARED_OBJECTIVES = {"dpo": "One run"}
 """Llama 3.2 1B with LoRA on an H100 under TRL: dry run -0.9 %, formula +3.5 % (docs/accuracy/operators.md)."""
 HOST_SAID = 0.1
