@@ -27,7 +27,7 @@ from benchmarks import trace_published
 from benchmarks.accuracy_summary import FOLDER
 from benchmarks.measured import MeasuredRow, own_rows, row_of
 from benchmarks.shared import DATA, rows_of
-from benchmarks.trace_vs_dryrun import ROWS, config_of, prepared, traced
+from benchmarks.trace_vs_dryrun import config_of, prepared, traced
 from planner.hardware.gpus import find_gpu
 from planner.planning.trace_result import TraceResult
 from planner.speed.traced import traced_speed
@@ -83,7 +83,7 @@ def launched(row: MeasuredRow) -> TraceResult:
         raise NotImplementedError("its data (packed samples, pairs) is not made here")
     with tempfile.TemporaryDirectory() as name:
         folder, config = Path(name), config_of(None, row.model)
-        with prepared("trl", row.setup, config, folder, ROWS, row.gpu) as words:
+        with prepared("trl", row.setup, config, folder, row.gpu) as words:
             trace: TraceResult = traced(words, folder, expandable_segments=row.setup.expandable_segments, gpu=row.gpu)
             return trace
 

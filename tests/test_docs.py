@@ -293,7 +293,7 @@ def test_every_benchmark_that_is_named_is_started_as_it_can_be() -> None:
     texts[ROOT / "Makefile"] = makefile.replace("$(PY)", "python")
     started = {name for text in texts.values() for name in re.findall(r"python -m benchmarks\.([a-z0-9_]+)", text)}
     there = {path.stem for path in (ROOT / "benchmarks").iterdir()}
-    assert len(started) > 25
+    assert len(started) > 20
     assert started <= there
     for file, text in texts.items():
         assert not re.search(r"python3? benchmarks/\w+\.py", text), file

@@ -54,7 +54,7 @@ up to six times as much as all that it counts (Mamba, on the same page). So is o
 of its layers (XLM, FlauBERT: lists of attentions, of MLPs and of norms): what those keep is not counted."""
 LIKE_BANDS = {"llama": 0.30, "mixture": 0.20}
 """`--like`: 98 models whose types are known, read as if they were not, three setups each: 28.3 % less (models without a
-gate) to 9.0 % more than their sizes alone say, mixtures up to 16.4 % more (tests/planner/test_like.py, November 2026)."""
+gate) to 9.0 % more than their sizes alone say, mixtures up to 16.4 % more (test_like.py, November 2026)."""
 LIKE_MIXTURE_ADAPTED_BAND = 1.0
 """Mixtures with adapters whose layers are not all checkpointed: up to 96.5 % more, where peft finds the experts of a
 type."""
@@ -94,7 +94,7 @@ ENGINE_BANDS = {
 August 2026, `max_memory_reserved`, samples shorter than counted) lies -8 to +16 % from ours in nine of versions 2025.8
 to 2026.4 (Gemma 3 27B +45), +17 to +24 of 14B on a T4 in 2025; three longest contexts that it published are 5 to 10 %
 shorter (docs/kernels.md). Nine runs of experts4bit-qlora are -12 to +4 % of what is said, their device
-memory on fixed segments up to 13 % above (tests/planner/test_streamed_experts.py); four published runs of torchtune with its
+memory on fixed segments up to 13 % above (test_streamed_experts.py); four published runs of torchtune with its
 optimizer in the backward are -5 to +11 % (torchtune-001, 010 to 012), three traced ones +0.3 to +0.6 %; three of
 torchtitan reserved 9 to 14 % more than is said (docs/accuracy/multi-gpu.md)."""
 
