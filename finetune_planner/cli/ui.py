@@ -2,16 +2,14 @@
 
 import json
 import re
-import socket
+import shutil
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -27,9 +25,7 @@ from finetune_planner.cli.output import write_text
 from finetune_planner.cli.request_options import NO_DATA_OPTIONS, DataOptions, RequestOptions
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.cli.writing import write_out
-from planner import __version__
 from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
-from planner.core.shipped import DATA
 from planner.hardware import gpus as table
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
@@ -54,13 +50,7 @@ FIRST_GPU = "rtx-4090"
 FIRST_MODEL = "meta-llama/Llama-3.1-8B"
 STATIC_GPUS = ("t4", "rtx-3060", "rtx-3090", "rtx-4090", "l4", "a100-80gb", "h100-sxm", "h200")
 """Cards of a static site where none is named."""
-MAX_CONNECTIONS = 32
-"""At once; a browser opens six."""
-LETTING_GO_S = 2.0
 MAX_FOUND, MAX_KEPT = 8, 4
-STAMP = "made-by.txt"
-FILE_DATE = (1980, 1, 1, 0, 0, 0)
-"""The least date of a zip file: the same setup gives the same bytes."""
 
 
 @takes_options
@@ -137,13 +127,6 @@ class Catalog:
         first = next(model for model in self.models if model.model_id == self.first()[0])
         self.sized = self._read(first) is not None  # says at once what is wrong with it
 
-    def stamp(self) -> str:
-        """What the figures are of: this code and this request."""
-        roots, patterns = (DATA.parent, Path(__file__).parents[1]), ("*.py", "*.json*")
-        files = (file for root in roots for pattern in patterns for file in root.rglob(pattern))
-        newest = max(file.stat().st_mtime_ns for file in files)
-        return f"{__version__} {newest} {self._request}\n"
-
     def first(self) -> tuple[str, str]:
         model = next((spec for spec in self.models if spec.model_id == FIRST_MODEL), self.models[0])
         gpu = next((card for card in self.gpus if card.key == FIRST_GPU), self.gpus[0])
@@ -213,10 +196,10 @@ def launch_zip(grid: Grid, at: int) -> bytes:
     plan = plan_workload(_exactly(setup, plan_request))
     if not isinstance(plan, Plan) or plan.chosen.setup != setup:
         raise UsageError("this setup cannot be planned alone", hint="use the command below it")
-    with TemporaryDirectory() as folder:
-        command = [plan_request.model.model_id, "--gpu", plan_request.gpu.key]
-        write_out(plan, Path(folder), targets=None, command=command)
-        return _zipped(Path(folder))
+    with TemporaryDirectory() as parent:
+        folder, command = Path(parent, "plan"), [plan_request.model.model_id, "--gpu", plan_request.gpu.key]
+        write_out(plan, folder, targets=None, command=command)
+        return Path(shutil.make_archive(str(folder), "zip", folder)).read_bytes()
 
 
 def _exactly(setup: TrainSetup, plan_request: Workload) -> Workload:
@@ -234,24 +217,11 @@ def _exactly(setup: TrainSetup, plan_request: Workload) -> Workload:
     )
 
 
-def _zipped(folder: Path) -> bytes:
-    """The files of a folder, with one date for all: the same bytes for the same files."""
-    from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
-
-    file = BytesIO()
-    with ZipFile(file, "w", ZIP_DEFLATED) as packed:
-        for path in sorted(member for member in folder.rglob("*") if member.is_file()):
-            entry = ZipInfo(str(path.relative_to(folder)), FILE_DATE)
-            entry.compress_type, entry.external_attr = ZIP_DEFLATED, path.stat().st_mode << 16
-            packed.writestr(entry, path.read_bytes())
-    return file.getvalue()
-
-
 class Server(ThreadingHTTPServer):
     """Serves one shelf; a request takes names from it and nothing else."""
 
     daemon_threads = True
-    request_queue_size = 2 * MAX_CONNECTIONS  # a burst waits here, not a second and more for its next try
+    request_queue_size = 64  # a burst waits here, not a second and more for its next try
 
     def __init__(self, address: tuple[str, int], shelf: Catalog) -> None:
         super().__init__(address, Handler)
@@ -260,31 +230,6 @@ class Server(ThreadingHTTPServer):
         self.hosts = {f"{HOST}:{port}", f"localhost:{port}"}
         self.turn = threading.Lock()
         """Held while figures are computed: the formula remembers between calls, for one thread."""
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self.slow: dict[Any, bool] = {}
-        """Open connections, the oldest first: whether we wait for the client."""
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own. Where too many are open the oldest that keeps us waiting is let go for it; where all
-        wait for us it is closed at once."""
-        if not self._free.acquire(blocking=False):
-            oldest = next((connection for connection, waits in list(self.slow.items()) if waits), None)
-            if oldest is not None:
-                self.slow[oldest] = False
-                with suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
-            if oldest is None or not self._free.acquire(timeout=LETTING_GO_S):
-                self.shutdown_request(request)
-                return
-        self.slow[request] = True
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.slow.pop(request, None)
-            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who closes the page before it is there is no fault."""
@@ -308,9 +253,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         path = unquote(self.path.partition("?")[0])
         try:
-            self.server.slow[self.connection] = False
             response = self._content(path)
-            self.server.slow[self.connection] = True  # a slow reader
         except PlannerError as error:
             self.send_error(HTTPStatus.BAD_REQUEST, explain=error.message)
             return
@@ -352,51 +295,23 @@ def _tokens(digits: str | None) -> int | None:
 
 
 def _write(shelf: Catalog, folder: Path) -> None:
-    """The page and every grid as files that need no server, on all cores; what a call of the same request wrote before
-    it was stopped is kept."""
-    wanted, num = _to_write(shelf, folder), len(shelf.models) * len(shelf.gpus)
-    left = sum(len(gpus) for _, gpus in wanted)
-    note = f", {num - left} of them written before" if left < num else ""
-    print(f"{num} pair{'s' * (num > 1)} of model and GPU{note}", file=sys.stderr)
-    line = ProgressLine(total=left)
+    """The page and every grid as files that need no server, on all cores."""
+    num = len(shelf.models) * len(shelf.gpus)
+    print(f"{num} pair{'s' * (num > 1)} of model and GPU", file=sys.stderr)
+    line = ProgressLine(total=num)
     # a data set is counted once, by one process
-    for model_id, num_gpus in on_cores(partial(_write_grids, shelf, folder), wanted, alone=shelf.sized):
-        for _ in range(num_gpus):
+    for model_id in on_cores(partial(_write_grids, shelf, folder), shelf.models, alone=shelf.sized):
+        for _ in shelf.gpus:
             line.advance()
-        if len(wanted) > 1:
+        if len(shelf.models) > 1:
             line.say(f"written: {model_id}")
     line.close()
     write_text(folder / "index.html", shelf.page(writes=False), inside=folder)
     print(f"wrote {folder / 'index.html'}", file=sys.stderr)
 
 
-Wanted = tuple[ModelSpec, tuple[GpuSpec, ...]]
-"""A model and the GPUs whose figures it lacks."""
-
-
-def _to_write(shelf: Catalog, folder: Path) -> list[Wanted]:
-    """What is not there yet of this request, by this code; with a data set, whose content may have changed,
-    everything."""
-    stamp, made_by = folder / "grid" / STAMP, shelf.stamp()
-    if shelf.sized or not stamp.is_file() or stamp.read_text("utf-8", "replace") != made_by:
-        write_text(stamp, "", inside=folder)  # what is there is of something else until all of it is written over
-        for model, gpu in shelf.pairs():
-            _grid_file(folder, model, gpu).unlink(missing_ok=True)
-        write_text(stamp, made_by, inside=folder)
-    missing = []
-    for model in shelf.models:
-        gpus = (gpu for gpu in shelf.gpus if not _grid_file(folder, model, gpu).is_file())
-        if left := tuple(gpus):
-            missing.append((model, left))
-    return missing
-
-
-def _grid_file(folder: Path, model: ModelSpec, gpu: GpuSpec) -> Path:
-    return folder / "grid" / f"{grid_name(model.model_id, gpu.key)}.js"
-
-
-def _write_grids(shelf: Catalog, folder: Path, wanted: Wanted) -> tuple[str, int]:
-    model, gpus = wanted
-    for gpu in gpus:
-        write_text(_grid_file(folder, model, gpu), grid_script(shelf.grid(model, gpu)), inside=folder)
-    return model.model_id, len(gpus)
+def _write_grids(shelf: Catalog, folder: Path, model: ModelSpec) -> str:
+    for gpu in shelf.gpus:
+        name = f"{grid_name(model.model_id, gpu.key)}.js"
+        write_text(folder / "grid" / name, grid_script(shelf.grid(model, gpu)), inside=folder)
+    return model.model_id
