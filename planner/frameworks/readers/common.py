@@ -518,11 +518,9 @@ def adapted_layers(settings: Settings, key: str, fields: Mapping[str, Any]) -> d
 
 
 def frozen_but(settings: Settings, model: ModelSpec | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers that Axolotl's `unfrozen_parameters` leaves training, of which single parameters count as the whole
-    layer; nothing where parameters outside the layers train too.
+    """The layers that Axolotl's `unfrozen_parameters` leaves training, where it names whole layers.
 
-    Source: axolotl 0.21 `utils/freeze.py` LayerNamePattern (matched from a name's beginning, every dot is one, an index
-    range behind in brackets).
+    Source: axolotl 0.21 `utils/freeze.py` LayerNamePattern (matched from a name's beginning, every dot is one).
     """
     patterns = settings.names("unfrozen_parameters")
     if not patterns:
@@ -530,16 +528,12 @@ def frozen_but(settings: Settings, model: ModelSpec | None, fields: Mapping[str,
     if fields["method"] != "full":
         settings.approximate("unfrozen_parameters beside an adapter: counted as the adapter alone, all of it")
         return {}
-    layers, whole = _matched(model, patterns) if model is not None else ((), False)
+    layers = _whole_layers(model, patterns) if model is not None else ()
     trained_layers = spelled(layers, model.num_layers) if layers and model is not None else 0
     if not trained_layers or not _counted_alone(trained_layers, fields):
         counted = "only some parameters are trained (unfrozen_parameters): counted as full fine-tuning"
         settings.approximate(UpperBound(counted, *TRAINED))
         return {}
-    if not whole:
-        settings.approximate(
-            UpperBound("unfrozen_parameters trains parts of layers: these are counted whole", *TRAINED)
-        )
     return {"trained_layers": trained_layers}
 
 
@@ -548,31 +542,19 @@ def _counted_alone(layers: int | tuple[int, ...], fields: Mapping[str, Any]) -> 
     return (isinstance(layers, int) and layers >= 0) or fields.get("parallel", "none") in ("none", "ddp")
 
 
-def _matched(model: ModelSpec, patterns: Sequence[str]) -> tuple[Sequence[int], bool]:
-    """(Layers of which a pattern names a parameter, whether it names all of theirs); none where one names a parameter
-    outside the layers, or a pattern is none."""
-    try:
-        named = [
-            re.compile(re.sub(r"\.(?!\+)", r"\\.", re.sub(r"\[\d*(:\d*)?\]$", "", pattern))) for pattern in patterns
-        ]
-    except re.error:
-        return (), False
-    outer = [embedding.name for embedding in model.embeddings]
-    outer += [norm.name for norm in model.outer_norms]
-    outer += [linear.name for linear in model.outer_linears]
-    outer += [model.head.name] if model.head is not None else []
-    if any(pattern.match(f"{name}.weight") for pattern in named for name in outer):
-        return (), False
-    numbers, whole = [], not any(re.search(r"\[\d*(:\d*)?\]$", pattern) for pattern in patterns)
-    for number, kind in enumerate(model.layer_order):
-        layer = model.layer_kinds[kind]
-        parts = [linear.name if linear.module == "parameter" else f"{linear.name}.weight" for linear in layer.linears]
-        parts += [f"{norm.name}.weight" for norm in layer.norms]
-        hits = [any(pattern.match(f"{layer.path}.{number}.{part}") for pattern in named) for part in parts]
-        if any(hits):
-            numbers.append(number)
-            whole = whole and all(hits)
-    return numbers, whole
+def _whole_layers(model: ModelSpec, patterns: Sequence[str]) -> tuple[int, ...]:
+    """The layers that patterns name whole (`model.layers.(4|8).`, `model.layers.3[01]..*`); none where one names more
+    or less."""
+    numbers: set[int] = set()
+    for pattern in patterns:
+        match = re.fullmatch(r"\^?([\w.]+)\.([\d|()\[\]-]+)\.(?:\.\*)?", pattern)
+        if match is None or all(kind.path != match[1] for kind in model.layer_kinds):
+            return ()
+        try:
+            numbers |= {number for number in range(model.num_layers) if re.fullmatch(match[2], str(number))}
+        except re.error:
+            return ()
+    return tuple(sorted(numbers))
 
 
 def settings_fields(settings: Settings, tool: Tool, *names: str) -> dict[str, Any]:
