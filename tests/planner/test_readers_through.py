@@ -26,19 +26,13 @@ model = AutoModelForCausalLM.from_pretrained(cfg["model"]["name"], dtype=torch.b
 args = SFTConfig("out", max_length=cfg["model"]["max_len"], **cfg["training"])
 SFTTrainer(model=model, args=args, train_dataset=ds, peft_config=LoraConfig(**cfg["lora"])).train()
 """
-NAMED = "cfg = yaml.safe_load(open('conf/small.yaml'))"
-OPTION = (
-    "p = argparse.ArgumentParser()\np.add_argument('{flag}', required=True)\n"
-    "cfg = yaml.safe_load(Path(p.parse_args().{name}).read_text())"
-)
 
 
-def project(folder: Path, load: str, document: str = "", settings: str = SETTINGS) -> Path:
+def project(folder: Path, load: str, settings: str) -> Path:
     (folder / ".git").mkdir()
     (folder / "conf").mkdir()
     (folder / "code").mkdir()
     (folder / "code" / "tune.py").write_text(TRAINS.replace("{load}", load), "utf-8")
-    (folder / "NOTES.md").write_text(document, "utf-8")
     (folder / "conf" / "small.yaml").write_text(settings, "utf-8")
     return folder / "conf" / "small.yaml"
 
@@ -61,7 +55,7 @@ LOADS = {
 @pytest.mark.parametrize("case", LOADS)
 def test_settings_are_followed_through_helpers_that_call_themselves(case: str, tmp_path: Path) -> None:
     settings = SETTINGS.replace("gradient_accumulation_steps: 4, ", "") if case == "extended" else SETTINGS
-    file = project(tmp_path, LOADS[case], settings=f"parent: base.yaml\n{settings}" if case == "extended" else settings)
+    file = project(tmp_path, LOADS[case], f"parent: base.yaml\n{settings}" if case == "extended" else settings)
     (file.parent / "base.yaml").write_text("training: {gradient_accumulation_steps: 4}", "utf-8")
     config = read_config(tmp_path / "code" / "tune.py")
     assert not config.missing
@@ -222,16 +216,6 @@ def test_options_by_their_place_are_those_of_the_command_line(words: str, given:
         says(config, "model_id micro_batch_seqs", ("Qwen/Qwen3-0.6B", 3))
     else:
         assert "micro_batch_seqs" in open_fields(config)
-
-
-def test_a_program_that_is_launched_with_a_sibling_alone_may_not_train_this_file(tmp_path: Path) -> None:
-    load = OPTION.format(flag="--c", name="c")
-    file = project(tmp_path, load, "python code/tune.py --c conf/sft.yaml\npython code/rank.py --c conf/rank.yaml\n")
-    other = TRAINS.replace("{load}", load).replace("SFTTrainer", "OnlineDPOTrainer")
-    (tmp_path / "code" / "rank.py").write_text(other, "utf-8")
-    for name in ("sft", "rank"):
-        (tmp_path / "conf" / f"{name}.yaml").write_text("x: 1", "utf-8")
-    assert read_config(file).format == "own settings"
 
 
 MERGED = """
