@@ -65,6 +65,7 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
 
     Source: Hu et al. 2021, LoRA, section 4.1, https://arxiv.org/abs/2106.09685.
     """
+    whole = model
     if setup.trained_layers:
         model = layers_alone(model, setup.trained_layers)
     if setup.frozen_encoder and model.is_encoder_decoder:
@@ -77,7 +78,7 @@ def trained_parameters(model: ModelSpec, setup: TrainSetup) -> Trained:
         adapters = _trained_lora(model, *shape, setup.images is not None)
     else:
         adapters = _trained_kind(model, setup.adapter, *shape)
-    return with_copies(adapters, model, setup) if setup.modules_to_save else adapters
+    return with_copies(adapters, whole, setup) if setup.modules_to_save else adapters
 
 
 Layers = int | tuple[int, ...]
@@ -143,7 +144,8 @@ def frozen_below(model: ModelSpec, setup: TrainSetup) -> int:
     """
     if model.is_encoder_decoder and not _reaches_encoder(model, setup):
         return model.num_encoder_layers
-    if not setup.trained_layers or (setup.checkpointing and not whole_where_frozen(setup)):
+    trains_embedding = bool({*setup.modules_to_save} & {*SAVED_EMBEDDINGS})
+    if not setup.trained_layers or trains_embedding or (setup.checkpointing and not whole_where_frozen(setup)):
         return 0
     return layer_numbers(setup.trained_layers, model.num_layers)[0]
 

@@ -116,6 +116,7 @@ def test_reentrant_checkpointing_is_traced(method: str) -> None:
 ALONE: list[dict[str, object]] = [
     {"lora_rank": 8},
     {"lora_rank": 8, "checkpointing": 0},
+    {"lora_rank": 8, "checkpointing": 0, "modules_to_save": ("embed_tokens",), "loss": "liger"},
     {"method": "full", "lora_rank": 0, "checkpointing": 0},
     {"method": "full", "lora_rank": 0, "precision": "bf16-autocast", "stack": "llamafactory"},
 ]
