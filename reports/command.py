@@ -12,6 +12,7 @@ from planner.options.images import Images
 from planner.options.rollouts import Rollout
 from planner.planning.option_values import default_headroom_bytes
 from planner.planning.plan import Plan
+from planner.setup.packages import rules_packages_out, unpackaged
 from reports.plain import clean
 
 
@@ -35,8 +36,11 @@ def request_words(workload: Workload, *, headroom_gib: float | None = None) -> l
     words = [clean(workload.model.model_id), "--gpu", workload.gpu.key, *cluster_flags(workload)]
     words += ["--seq-len", str(workload.seq_len_tokens)]
     words += ["--global-batch", str(workload.global_batch_seqs)]
+    bare = rules_packages_out(workload.fixed)
+    words += ["--no-extra-packages"] * bare
+    implied = unpackaged() if bare else {}
     for name, values in workload.fixed.items():
-        for value in values if name != "rollout" else ():
+        for value in values if name != "rollout" and values != implied.get(name) else ():
             words += _flag(name, value)
     rollouts = workload.fixed.get("rollout") or ()
     for field in fields(Rollout) if rollouts else ():  # what all of them share beyond the defaults

@@ -21,7 +21,7 @@ from planner.options.rollouts import GENERATORS, Rollout, open_rollouts
 from planner.planning.option_values import choices, length, memory_and_headroom, named, positive
 from planner.planning.plan_request import DEFAULT_SEQ_LEN
 from planner.setup import allowed as fields
-from planner.setup.packages import PACKAGED
+from planner.setup.packages import unpackaged
 
 if TYPE_CHECKING:
     from planner.frameworks.readers.types import ReadConfig
@@ -214,14 +214,8 @@ def without_packages(fixed: dict[str, tuple[Any, ...]]) -> None:
     Raises:
         UsageError: a flag asks for nothing else.
     """
-    values = {
-        "loss": fields.LOSSES,
-        "attention": fields.ATTENTIONS,
-        "kernels": fields.KERNEL_FAMILIES,
-        "linear_attention": fields.LINEAR_ATTENTIONS,
-    }
-    for name, packaged in PACKAGED.items():
-        left = tuple(value for value in fixed.get(name, values[name]) if value not in packaged)
+    for name, bare in unpackaged().items():
+        left = tuple(value for value in fixed.get(name, bare) if value in bare)
         if not left:
             flag = f"--{name.replace('_', '-')} {fixed[name][0]}"
             raise UsageError(f"--no-extra-packages contradicts {flag}", hint="leave one of the two out")

@@ -8,6 +8,7 @@ from planner.core.shipped import model_types
 from planner.options.kernels import KERNELS, LIGER
 from planner.options.losses import LOSSES
 from planner.setup import TrainSetup
+from planner.setup import allowed as fields
 
 FLASH = "flash-attn"
 DELTA, CONV = "flash-linear-attention", "causal-conv1d"
@@ -52,6 +53,17 @@ def packages_of(setup: TrainSetup) -> list[str]:
     needs = [packages.get(getattr(setup, name)) for name, packages in PACKAGED.items()]
     needs += [VLLM] * (setup.objective_spec.rolls_out and setup.rollout_settings.by_vllm)
     return [name for name in dict.fromkeys(needs) if name]
+
+
+def unpackaged() -> dict[str, tuple[str, ...]]:
+    """Field of a setup -> its values that need no further package."""
+    values = {
+        "loss": fields.LOSSES,
+        "attention": fields.ATTENTIONS,
+        "kernels": fields.KERNEL_FAMILIES,
+        "linear_attention": fields.LINEAR_ATTENTIONS,
+    }
+    return {name: tuple(value for value in values[name] if value not in PACKAGED[name]) for name in PACKAGED}
 
 
 def rules_packages_out(fixed: Mapping[str, tuple[Any, ...]]) -> bool:

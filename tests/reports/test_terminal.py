@@ -23,6 +23,7 @@ from planner.options.rollouts import Rollout
 from planner.planning.option_values import default_headroom_bytes, memory_and_headroom
 from planner.planning.plan import Alternative, with_trades
 from planner.setup.outcome import Candidate, Fidelity
+from planner.setup.packages import unpackaged
 from reports.command import default_next_command
 from reports.html import Entry, plan_markdown, report_html
 from reports.page import Page
@@ -139,7 +140,7 @@ def test_terminal_says_when_the_error_band_reaches_past_the_budget() -> None:
     assert replace(tight, formula=replace(low, memory_band_fraction=0.2)).verdict == "tight"  # widened since
 
 
-def test_next_command_repeats_every_wish() -> None:
+def test_next_command_repeats_the_request() -> None:
     fixed = {
         "method": ("lora", "qlora"),
         "lora_rank": (64,),
@@ -155,6 +156,10 @@ def test_next_command_repeats_every_wish() -> None:
         "plan Qwen/Qwen2.5-7B --gpu rtx-4090 --seq-len 2048 --global-batch 16 --method lora --method qlora --rank 64 "
         "--targets q_proj,v_proj --checkpoint-every 2 --no-packing --attention sdpa --memory-gib 20 "
         "--headroom 1 --min-rank 32 --dataset-tokens 5000000 --price 0.5 --out my-plan"
+    )
+    bare = unpackaged() | {"loss": ("full",)}
+    assert "--global-batch 16 --no-extra-packages --loss full --headroom 1 --out" in default_next_command(
+        make_plan(make_workload(fixed=bare))
     )
     rolls = Rollout(num_generations=4, completion_tokens=256, generator="vllm", reference=True)
     other = {"quantize_experts": (True,), "selective_checkpointing": (False,), "rollout": (rolls,)}
