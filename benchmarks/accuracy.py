@@ -34,7 +34,7 @@ NAMES: dict[Quantity, str] = {
     "device": "Peak device memory (nvidia-smi)",
     "tokens_per_s": "Tokens per second per GPU",
 }
-NUM_WORST = 10
+NUM_WORST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
