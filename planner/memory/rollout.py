@@ -100,7 +100,8 @@ def _sizes(setup: TrainSetup) -> tuple[int, int]:
 
 
 def _scores(model: ModelSpec, gpu: GpuSpec, layer: LayerSpec, setup: TrainSetup, tokens: int) -> int:
-    """Bytes of a layer's forward over the prompts at its attention, where its kernel makes tokens x tokens matrices."""
+    """Bytes of a layer's forward over the prompts at its attention, where its kernel makes tokens x tokens matrices:
+    beside them the embedded prompts, the layer's input and what its norm made of it."""
     if layer.attention is None:
         return 0
     if setup.method != "full":  # outside accelerate's autocast
@@ -117,7 +118,7 @@ def _scores(model: ModelSpec, gpu: GpuSpec, layer: LayerSpec, setup: TrainSetup,
         hidden=model.hidden_size,
         traits=model.traits,
     )
-    return forward_temporary(layer, context)
+    return forward_temporary(layer, context) + 3 * SIZE_BYTES[dtypes.table] * tokens * model.hidden_size
 
 
 def _kept(attention: AttentionSpec, tokens: int, key: int, value: int) -> int:

@@ -399,9 +399,10 @@ def test_generation_holds_keys_and_values_and_one_forwards_temporaries_of_all_pr
     assert parts["one forward's temporaries in generation"] == 32 * 512 * widest
     shared = at_generation(generated(num_gpus=4, parallel="ddp"))  # of 128, each GPU makes those of its micro-batches
     assert shared["one forward's temporaries in generation"] == parts["one forward's temporaries in generation"]
-    # eager attention: fp32 scores, their softmax, and its copy, beside queries, keys, values and their source
+    # eager attention: fp32 scores, their softmax, and its copy, beside queries, keys, values and their source, the
+    # embedded prompts, the input of the layer and of its norm
     eager = at_generation(generated(attention="eager", rollout={"completion_tokens": 128}))
-    beside = 2 * (32 * 3 * 64 + 2048)
+    beside = 2 * (32 * 3 * 64 + 2048) + 3 * 2 * 2048
     assert eager["one forward's temporaries in generation"] == 32 * 896 * (32 * 896 * 10 + beside)
 
 

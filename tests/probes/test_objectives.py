@@ -46,6 +46,7 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"method": "lora", "loss": "full", "trl_version": "0.16"}),
     ("embedding", {"method": "lora", "cached_seqs": 1, "hard_negatives": 1}),
     ("dpo", {"method": "lora", "adapter": "dora", "checkpointing": 0}),
+    ("grpo", {"method": "lora", "attention": "eager", "accumulation_steps": 8, "seq_len_tokens": 700}),
     ("kto", {"method": "qlora", "quantization": "nf4", "adapter": "vera", "lora_rank": 256, "checkpointing": 0}),
 ]
 
