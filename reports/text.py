@@ -221,7 +221,7 @@ def memory_sentence(candidate: Candidate) -> str:
         "tight": f"Tight, it may run out of memory: {peak} of the {budget} budget, and the error band reaches past it",
         "over": f"It does not fit: {peak} against a budget of {budget}",
     }[candidate.verdict]
-    if not candidate.runs:
+    if candidate.cannot_run:
         words = f"It cannot run (see Notes): a step would hold {peak} of the {budget} budget"
     return joined((f"{words} ({memory_mark(evidence)}).", _disagreement(candidate)), " ")
 

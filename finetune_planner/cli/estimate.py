@@ -138,7 +138,7 @@ def estimate(
     enough: tuple[str, ...] | None = None
     if not result.fits and decides and step.peak_device_bytes <= result.budget_bytes:
         enough = (f"evaluation of {result.setup.micro_batch_seqs} at once",)
-    elif not result.fits and result.runs:
+    elif not result.fits and not result.cannot_run:
         enough = enough_alone(
             result.setup, spec, card, result.budget_bytes, lambda setup: predict(spec, card, setup, cluster)
         )

@@ -314,6 +314,8 @@ def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str
         where = f"planned for {gpus_words(workload)} with a peak of {planned_peak}; as {target} runs it: "
     if really.fits:
         return (where + words,)
+    if really.cannot_run:
+        return (f"{target} cannot run it: {really.cannot_run}",)
     over = gib(evidence.peak_device_bytes - really.budget_bytes)
     return (f"PREDICTED OUT OF MEMORY, {over} over the budget of {gib(really.budget_bytes)}", where + words)
 

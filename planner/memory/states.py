@@ -118,10 +118,10 @@ def loading_refusal(model: ModelSpec, setup: TrainSetup, memory_bytes: int) -> s
 
     Source: transformers 5.23 `quantizers/quantizer_bnb_4bit.py` update_device_map: every process makes the whole of it
     on its own GPU, before FSDP2 or DeepSpeed cuts it (4.57 `modeling_utils.py` moves each matrix to the host as it is
-    made). Axolotl 0.21 can stage it on the host (`Stack.stages_nf4`).
+    made). Axolotl 0.21 can stage it on the host (`SetupValues.stages_nf4`).
     """
     whole = setup.quantized and setup.parallel in ("fsdp2", "zero3") and not setup.sharded_at_loading
-    elsewhere = setup.trainer.own_models or (setup.trainer.stages_nf4 and setup.parallel == "fsdp2")
+    elsewhere = setup.trainer.own_models or setup.stages_nf4
     if not whole or elsewhere or setup.before_transformers(5, 0):
         return ""
     whole_bytes = sum(weight_bytes(model, setup).values())

@@ -75,7 +75,8 @@ class Stack:
         widens_stacks: beside a quantized base bare stacks of experts are fp32: of what peft's k-bit preparation cast,
             norms and tables alone are cast back.
         builds_encoders: text alone, too, is trained by the class that the checkpoint names, with its encoders.
-        stages_nf4: 4-bit matrices are made by one process, on the host, and every GPU gets its part of each.
+        stages_nf4: 4-bit matrices under FSDP2 are made by one process, on the host, and every GPU gets its part of
+            each: "always", "offloaded" where the base stays on the host, "" never.
         streams_experts: those stacks lie in the host's memory, one layer's at a time on the card.
         source: where all this was read.
     """
@@ -120,7 +121,7 @@ class Stack:
     one_root: bool = False
     widens_stacks: bool = False
     builds_encoders: bool = False
-    stages_nf4: bool = False
+    stages_nf4: str = ""
     source: str
 
     @property
@@ -158,6 +159,7 @@ _AXOLOTL = Stack(
     one_root=True,
     widens_stacks=True,
     builds_encoders=True,
+    stages_nf4="offloaded",
     source="axolotl 0.21 utils/__init__.py set_pytorch_cuda_alloc_conf, utils/config/__init__.py normalize_config "
     "(is_multimodal, by the model's type), loaders/model.py _prepare_model_for_quantization, "
     "_convert_embedding_modules_dtype, monkeypatch/accelerate/fsdp2.py fsdp2_prepare_model (in the place of "
@@ -380,10 +382,11 @@ _ROWS = (
         _AXOLOTL,
         name="axolotl-staged",
         title="Axolotl, NF4 staged on the host",
-        stages_nf4=True,
+        stages_nf4="always",
         source="axolotl 0.21 loaders/nf4.py load_nf4_model, utils/nf4.py, utils/schemas/validation.py "
         "check_fsdp2_cpu_ram_efficient_loading_w_4bit, STAGED_NF4_CONSTRAINTS",
     ),
+    replace(_AXOLOTL, name="axolotl-unstaged", title="Axolotl, NF4 made on every GPU", stages_nf4=""),
     Stack(
         name="loggetta",
         title="Loggetta",

@@ -23,7 +23,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_linears
 from planner.options.kernels import KERNELS
-from planner.planning.decision.alternatives import alternatives, other_classes, refusal
+from planner.planning.decision.alternatives import alternatives, other_classes, refusal, staged
 from planner.planning.decision.candidates import WhenAsked, candidate, of_point
 from planner.planning.decision.choosing import choose, choose_alone
 from planner.planning.decision.layouts import FIELDS, Layout, all_layouts
@@ -160,6 +160,8 @@ def _nothing_fits(walked: _Walked, planning: _Planning) -> Plan | NoPlan:
     if not space.walked:
         if unpacked := _of_unpacked(workload, "the named target does not unpack", planning):
             return unpacked
+        if workload.offloads and (in_the_host := _staged(workload, planning)):
+            return in_the_host
         layouts = results.walked if workload.num_gpus > 1 else ()
         check_something_expressed(workload, sample_setups(workload, values, layouts))
         raise _nothing_to_walk(workload, results)
@@ -347,6 +349,14 @@ def _in_the_host(workload: Workload, planning: _Planning) -> Plan | None:
         if walked := planning._replace(explained=True).walk_fitting(replace(workload, fixed={**fixed, **more})):
             plan = _plan(walked, [risk("nothing fits on the card alone: states lie in its host")])
             return replace(plan, notes=(measured(stateless), *plan.notes)) if more else plan
+    return _staged(workload, planning)
+
+
+def _staged(workload: Workload, planning: _Planning) -> Plan | None:
+    """The plan of a target that makes a 4-bit base in the host's memory; None where that is no way out."""
+    for request in staged(workload):
+        if walked := planning._replace(explained=True).walk_fitting(request):
+            return _plan(walked, [risk("Axolotl makes the 4-bit base in the host's memory, where it stays")])
     return None
 
 

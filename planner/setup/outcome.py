@@ -294,14 +294,15 @@ class Candidate:
         return self.formula
 
     @property
-    def runs(self) -> bool:
-        """Whether something runs it, whatever its memory."""
-        return not any(note.startswith(CANNOT_RUN) for note in self.formula.notes)
+    def cannot_run(self) -> str:
+        """Why nothing runs it, whatever its memory; "" where something does."""
+        reasons = (note.removeprefix(CANNOT_RUN) for note in self.formula.notes if note.startswith(CANNOT_RUN))
+        return next(reasons, "")
 
     @property
     def fits(self) -> bool:
         """Device peak within the budget on the highest level, something runs it, and neither probe nor run ran out."""
-        if not self.runs:
+        if self.cannot_run:
             return False
         failed = (evidence for evidence in (self.probe, self.run) if isinstance(evidence, ProbeFailure))
         if any(failure.kind is FailureKind.OUT_OF_MEMORY for failure in failed):

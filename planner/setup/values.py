@@ -315,6 +315,17 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         return self.parallel == "fsdp2" and (at_loading or not self.sync_each_batch)
 
     @property
+    def stages_nf4(self) -> bool:
+        """Whether the 4-bit base is made in the host's memory and never whole on a GPU (`Stack.stages_nf4`).
+
+        Source: axolotl 0.21 utils/schemas/validation.py STAGED_NF4_CONSTRAINTS.
+        """
+        when = self.trainer.stages_nf4
+        plain = self.adapter in ("lora", "rslora") and not self.modules_to_save and self.shards == self.num_gpus
+        staged = self.four_bit and self.parallel == "fsdp2" and plain
+        return staged and (when == "always" or (when == "offloaded" and self.offload == "parameters"))
+
+    @property
     def wide_stacks(self) -> bool:
         """Whether a mixture's stacks of experts are fp32 where the weights beside them are not.
 

@@ -113,6 +113,23 @@ def test_a_mixture_on_a_small_card_under_trl_names_the_hosts_memory(capsys: pyte
     )
 
 
+def test_a_4_bit_base_that_no_card_loads_stays_in_the_host_under_axolotl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """70B on 24 GB and a host of 64: transformers makes the whole of it on the card, Axolotl on the host."""
+    words = ["meta-llama/Llama-3.1-70B", "--gpu", "rtx-4090", "--no-dry-run", "--no-history", "--json=full"]
+    assert run(words) == 1
+    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    assert actions[0].startswith("--target axolotl --method qlora --offload parameters --host-memory 48: 4-bit QLoRA")
+    assert run([*words, "--host-memory", "64", "--out", str(tmp_path / "out")]) == 0
+    setup = json.loads(capsys.readouterr().out)["chosen"]["setup"]
+    assert (setup["stack"], setup["offload"], setup["quantization"]) == ("axolotl", "parameters", "nf4-double")
+    launch = tmp_path / "out" / "launch"
+    assert "cpu_ram_efficient_loading: true" in (launch / "axolotl" / "axolotl.yaml").read_text()
+    assert not (launch / "trl").exists()  # which could not load it
+    assert run([*words, "--method", "qlora", "--offload", "parameters"]) == 0
+
+
 @pytest.mark.parametrize("words", [["--parallel", "ddp"], ["--parallel", "zero3"], ["--tensor-degree", "2"]])
 def test_what_one_gpu_cannot_do_is_still_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["gpt2", "--gpu", "t4", "--no-dry-run", *words]) == 2

@@ -66,6 +66,10 @@ def read(text: str, *, num_gpus: int = 8) -> ReadConfig:
     return read_text(AXOLOTL + text, "config.yaml", around=FileContext(num_gpus=num_gpus))
 
 
+STAGED, UNSTAGED = "axolotl", "axolotl-unstaged"
+"""Of a base that stays in the host's memory: as launch files here have it, and otherwise."""
+
+
 @pytest.mark.parametrize(("staged", "settings"), [(True, ""), (False, "qlora_sharded_model_loading: false\n")])
 def test_a_base_that_axolotl_stages_on_the_host_may_be_larger_than_a_card(staged: bool, settings: str) -> None:
     """Before: "cannot run", of a file in Axolotl's own examples (llama-3/qlora-fsdp-70b.yaml)."""
@@ -77,6 +81,11 @@ def test_a_base_that_axolotl_stages_on_the_host_may_be_larger_than_a_card(staged
     assert bool(loading_refusal(llama, setup, 24 * GIB)) != staged
     assert loading_refusal(llama, setup.replace(parallel="zero3", sync_each_batch=True), 24 * GIB), (
         "DeepSpeed does not load so"
+    )
+    offloaded = text.replace("reshard", "offload_params: true, reshard")
+    setup = read(offloaded, num_gpus=1).setup
+    assert (setup.stack, bool(loading_refusal(llama, setup, 24 * GIB))) == (
+        (STAGED, False) if staged else (UNSTAGED, True)
     )
 
 

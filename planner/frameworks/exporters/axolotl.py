@@ -59,6 +59,8 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
             "Axolotl's expert parallelism needs DeepEP built from source, and every GPU that shares experts holds all "
             "the rest: plan with --target trl"
         )
+    if setup.kernels == "fused" and setup.replace_trusted(stack=TARGET).stages_nf4:
+        return "Axolotl's LoRA functions hold what they unpack of a base staged on the host: plan with --kernels liger"
     if setup.activation_offload and setup.parallel == "fsdp2":
         return "Axolotl's own offloading of checkpoints was not read beside FSDP2: plan with --target trl"
     if reason := several_gpus.context_refusal(setup, "Axolotl"):
@@ -286,12 +288,14 @@ def _sharding(request: ExportRequest) -> list[Line | None]:
             lines.append(Line("dp_shard_size", setup.shards, "GPUs over which weights and states are cut"))
         if setup.shards < setup.data_degree:
             lines.append(Line("dp_replicate_size", setup.data_degree // setup.shards, "copies of such groups"))
+        staged = {"cpu_ram_efficient_loading": True} if setup.replace_trusted(stack=TARGET).stages_nf4 else {}
         config = {
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "reshard_after_forward": setup.reshard_after_forward,
             "offload_params": setup.offload == "parameters",
             "state_dict_type": "FULL_STATE_DICT",
             "activation_checkpointing": setup.checkpointing > 0,
+            **staged,
         }
         lines += [Line("fsdp_version", 2), Line("fsdp_config", config), *several_gpus.sync_lines(setup)]
     return lines

@@ -1,6 +1,7 @@
 """Axolotl configs (`axolotl train FILE`) as setups. Defaults of Axolotl 0.21."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.core.errors import ConfigError, NotPlanned, Undetermined
@@ -102,7 +103,23 @@ def read(settings: Settings) -> ReadConfig:
     datasets = settings.raw("datasets", settings.raw("pretraining_dataset", []))
     first = datasets[0] if isinstance(datasets, list) and datasets and isinstance(datasets[0], dict) else {}
     dataset = first["path"] if isinstance(first.get("path"), str) else None
-    return config(AXOLOTL, settings, fields, dataset=dataset, reentrant=_reentrant(settings, fields))
+    return _as_loaded(
+        settings, config(AXOLOTL, settings, fields, dataset=dataset, reentrant=_reentrant(settings, fields))
+    )
+
+
+def _as_loaded(settings: Settings, config: ReadConfig) -> ReadConfig:
+    """The config under the stack that makes its 4-bit base where it says: in the host's memory, or on every GPU.
+
+    Source: axolotl 0.21 utils/schemas/validation.py check_fsdp2_cpu_ram_efficient_loading_w_4bit, loaders/nf4.py.
+    """
+    setup, block = config.setup, settings.block("fsdp_config")
+    by_rank_0 = block.flag(block.first("cpu_ram_efficient_loading", "fsdp_cpu_ram_efficient_loading"), False)
+    staged = by_rank_0 and settings.raw("qlora_sharded_model_loading") is not False
+    sharded = setup.four_bit and setup.parallel == "fsdp2" and not setup.transformers_version
+    if not sharded or setup.stages_nf4 == staged:
+        return config
+    return replace(config, setup=setup.replace(stack="axolotl-staged" if staged else "axolotl-unstaged"))
 
 
 OF_RL = {
@@ -336,27 +353,8 @@ def _parallel(settings: Settings) -> Layout:
         if "fsdp_version" in layout:
             settings.assume("FSDP 1 is an older Axolotl's (0.21 refuses it), taken with transformers 4.57")
             return layout | {"transformers_version": "4.57"}
-        return layout | _staged(settings, layout)
+        return layout
     return {"parallel": "none", **_mesh(settings)}
-
-
-def _staged(settings: Settings, layout: Layout) -> Layout:
-    """The stack, where a 4-bit base is quantized on the host and each GPU gets its part.
-
-    Source: axolotl 0.21 utils/schemas/validation.py check_fsdp2_cpu_ram_efficient_loading_w_4bit, loaders/nf4.py.
-    """
-    block = settings.block("fsdp_config")
-    by_rank_0 = block.flag(block.first("cpu_ram_efficient_loading", "fsdp_cpu_ram_efficient_loading"), False)
-    four_bits = settings.flag("load_in_4bit", False) and settings.raw("adapter") == "qlora"
-    if not (four_bits and by_rank_0 and layout.get("parallel") == "fsdp2"):
-        return {}
-    if settings.raw("qlora_sharded_model_loading") is False:
-        return {}
-    settings.approximate(
-        "NF4 staged on the host (cpu_ram_efficient_loading) computes each frozen matrix's product once more in the "
-        "backward, from weights of its own form: counted as bitsandbytes'"
-    )
-    return {"stack": "axolotl-staged"}
 
 
 def _mesh(settings: Settings) -> Layout:

@@ -410,9 +410,17 @@ def _offloaded(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iter
     options: list[tuple[bool, bool, int, str, Node, WalkedSetup]] = []
     usual = workload.host_bytes or int(assumed_host_bytes(workload) / HOST_SHARE)
     for host in dict.fromkeys((usual, workload.host_bytes)):
-        for offload in ("optimizer", "parameters"):
-            request = replace(workload, fixed={**workload.fixed, "offload": (offload,)}, host_bytes=host)
-            for node, point in best_points(request, cache).items():
+        there = replace(workload, host_bytes=host)
+        requests = [
+            (f"--offload {name}", replace(there, fixed={**workload.fixed, "offload": (name,)}))
+            for name in ("optimizer", "parameters")
+        ]
+        requests += [(staged_words(workload), request) for request in staged(there)]
+        for offload, request in requests:
+            points: dict[Node, WalkedSetup | None] = {}
+            with suppress(UsageError):  # a base that is not quantized again
+                points = best_points(request, cache)
+            for node, point in points.items():
                 if point is not None:
                     most = point.peak_device_bytes * (1 + memory_band(workload.model, point.setup, workload.gpu))
                     need = host_bytes_per_node(workload.model, point.setup, 1)
@@ -424,7 +432,25 @@ def _offloaded(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iter
         saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
         words = f"{node.words} fits at {point.tokens_per_s:,.0f} tokens/s with {gib(need)} of the host's memory"
         memory = "" if workload.host_bytes else f" --host-memory {host_gib(need)}"
-        yield Remedy(f"--offload {offload}{memory}: {words}", saved)
+        yield Remedy(f"{offload}{memory}: {words}", saved)
+
+
+STAGED_BY = "axolotl"
+"""The target that makes a 4-bit base in the host's memory, where transformers makes all of it on the card."""
+
+
+def staged(workload: Workload) -> Iterator[Workload]:
+    """The request for a 4-bit base that stays in the host's memory, where the target is open."""
+    allowed = {"method": "qlora", "offload": "parameters", "parallel": "fsdp2"}
+    kept = all(value in workload.fixed.get(name, (value,)) for name, value in allowed.items())
+    if kept and not workload.targets and STAGED_BY in workload.objective_spec.targets:
+        fixed = {**workload.fixed, "method": ("qlora",), "offload": ("parameters",)}
+        yield replace(workload, targets=(STAGED_BY,), fixed=fixed)
+
+
+def staged_words(workload: Workload) -> str:
+    method = "" if workload.fixed.get("method") == ("qlora",) else "--method qlora "
+    return f"--target {STAGED_BY} {method}--offload parameters"
 
 
 def _streamed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
