@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -25,6 +26,7 @@ from typing import Any
 from planner.core.shipped import MODEL_TYPES
 from planner.frameworks.exporters import deepspeed, llamafactory, mlx, torchtitan, unsloth
 from planner.models import catalogue
+from planner.models.encoders import SEEING
 from planner.setup.packages import LIGER, TESTED
 
 Facts = dict[str, Any]
@@ -36,7 +38,7 @@ READ = {LIGER: TESTED[LIGER]} | dict(next(iter(exporter.VALIDATED_WITH.items()))
 
 
 def main() -> None:
-    facts: Facts = {**of_transformers(), **of_modeling(), **of_peft()}
+    facts: Facts = {**of_transformers(), **of_modeling(), **of_vision(), **of_peft()}
     with tempfile.TemporaryDirectory() as folder:
         for package, read in READERS.items():
             facts |= read(downloaded(package, Path(folder)))
@@ -194,6 +196,31 @@ def _hands_positions_on(path: Path) -> bool:
     return all("position_ids" in words or ("**" in words and shared) for words in calls)
 
 
+def of_vision() -> Facts:
+    """Of types whose pictures are planned the fields of their encoder's configuration, and what a configuration without
+    one has beyond; the class that sees, where the causal one does not."""
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+    from transformers.models.auto import modeling_auto as auto
+
+    facts: Facts = {"vision_config": {}, "whole_vision_config": {}, "seeing_class": {}}
+    for name in SEEING:
+        whole, kind = CONFIG_MAPPING[name]().vision_config, CONFIG_MAPPING[name].sub_configs["vision_config"]
+        kind = type(whole) if kind is AutoConfig else kind
+        declared = {field.name for field in fields(kind)} - {field.name for field in fields(PreTrainedConfig)}
+        own = {field: value for field, value in kind().to_dict().items() if field in declared | {"model_type"}}
+        facts["vision_config"][name] = {field: value for field, value in own.items() if _is_plain(value)}
+        if whole is not None and (more := {field for field in own if getattr(whole, field) != getattr(kind(), field)}):
+            facts["whole_vision_config"][name] = {field: getattr(whole, field) for field in sorted(more)}
+        seeing = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
+        if auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, seeing) != seeing:
+            facts["seeing_class"][name] = seeing
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float | str | list | tuple)
+
+
 def of_peft() -> Facts:
     """The targets of types whose adapters are given none, where they are not queries and values by Llama's names."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MAPPING
@@ -204,8 +231,9 @@ def of_peft() -> Facts:
 
 def of_liger(read: Source) -> Facts:
     """Types whose loss its switch fuses with the head (of its table the functions that do unless they are told not
-    to); of the catalogue's types the parts of a layer that it replaces in a built model, those whose norms' backward
-    writes a tensor of its own, and of these those whose last norm does not.
+    to); the switches of layers' kernels that it has for a type, and whether they are on by themselves; of the
+    catalogue's types the parts of a layer that it replaces in a built model, those whose norms' backward writes a
+    tensor of its own, and of these those whose last norm does not.
 
     Left out are functions that tell several kinds of layers apart: latent attention, shared experts, experts that are
     looked up, eyes without a function of their text's own. "gated": an MLP, experts are none.
@@ -217,6 +245,8 @@ def of_liger(read: Source) -> Facts:
     assert isinstance(table, ast.Dict)
     of_type = {ast.literal_eval(key): functions[ast.unparse(value)]
                for key, value in zip(table.keys, table.values, strict=True) if key}  # fmt: skip
+    options = {name: {word: on for word, on in _defaults(function).items() if word in _OF_LAYERS}
+               for name, function in of_type.items()}  # fmt: skip
     parts: dict[str, list[str]] = {}
     apart, last = set(), set()
     for name in sorted(listed() & {*of_type} | {name for name in of_type if name.removesuffix("_text") in listed()}):
@@ -224,8 +254,7 @@ def of_liger(read: Source) -> Facts:
         patched = dict(_patches(text if text is not None and text is not function else function))
         if "decoder_layer.post_attention_layernorm" not in patched or any(map(_TELLS_APART.search, patched)):
             continue
-        on = {arg.arg for arg, default in zip(function.args.args, function.args.defaults, strict=True)
-              if ast.unparse(default) == "True"}  # fmt: skip
+        on = {switch for switch, there in _defaults(function).items() if there}
         gated = "decoder_layer.mlp" in patched and bool(on & {"swiglu", "geglu"})
         path = modeling(name)
         source = path.read_text() if path is not None else ""
@@ -239,7 +268,10 @@ def of_liger(read: Source) -> Facts:
             apart.add(name)
             last |= {name} if patched.get("base_model.norm", patched.get("text_model.norm")) else set()
     return {
-        "liger_loss": {name for name, function in of_type.items() if _fuses(function)},
+        "liger_loss": {
+            name for name, function in of_type.items() if _defaults(function).get("fused_linear_cross_entropy")
+        },
+        "liger_options": options,
         "liger_parts": parts,
         "liger_norms_apart": apart,
         "liger_last_norm_in_place": last,
@@ -249,10 +281,13 @@ def of_liger(read: Source) -> Facts:
 _TELLS_APART = re.compile(r"kv_a_layernorm|shared_expert|^experts$|feed_forward|vision")
 
 
-def _fuses(function: ast.FunctionDef) -> bool:
+_OF_LAYERS = ("rope", "rms_norm", "swiglu", "geglu")
+
+
+def _defaults(function: ast.FunctionDef) -> dict[str, bool]:
+    """The switches of a function and whether they are on by themselves."""
     names = [argument.arg for argument in function.args.args][-len(function.args.defaults) or 1 :]
-    defaults = dict(zip(names, map(ast.unparse, function.args.defaults), strict=False))
-    return defaults.get("fused_linear_cross_entropy") == "True"
+    return {name: ast.unparse(value) == "True" for name, value in zip(names, function.args.defaults, strict=False)}
 
 
 def _patches(function: ast.FunctionDef) -> Iterator[tuple[str, bool]]:

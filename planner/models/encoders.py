@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from planner.core.errors import SetupError
+from planner.core.shipped import by_model_type
 from planner.models.spec import ModelSpec
 from planner.options.images import Images
 
@@ -36,23 +37,17 @@ _MAKERS: Mapping[str, str] = {
     "internvl": "tiles.internvl",
 }
 """Model type -> module of `planner.models.vision_encoders`, and the function that makes its encoder."""
+_NO_FIELDS = ("default_output_length", "projection_dim", "model_args")
+"""What is asked of an encoder's configuration though its class declares no such field."""
 SEEING = tuple(_MAKERS)
 """Model types whose pictures are planned."""
 MODALITIES = frozenset({"vision_config", "audio_config"})
 """Keys of a configuration that say of a model that it takes more than text."""
 
 
-_VISION_APART = {
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-    "mllama": "MllamaForConditionalGeneration",
-}
-"""Types whose causal class has no vision encoder, with the class that has them."""
-
-
 def with_vision(model: ModelSpec) -> ModelSpec:
     """The model as the class that sees builds it, where another one is planned for text."""
-    built = _VISION_APART.get(model.model_type, model.built_class)
+    built = by_model_type("seeing_class").get(model.model_type, model.built_class)
     if built == model.built_class or "vision_config" not in model.config:
         return model
     return model.once("eyes", lambda of: _seeing(of, built))
@@ -88,7 +83,7 @@ def encoder_of(model: ModelSpec, images: Images) -> "Encoder":
 
 def _encoder(model: ModelSpec, width: int, height: int) -> "Encoder":
     make = _MAKERS.get(model.model_type)
-    vision = model.config.get("vision_config")
+    vision = model.config.get("vision_config") or {}
     if make is None:
         reason = f"what {model.model_type} makes of a picture is not known here ({', '.join(_MAKERS)} are planned)"
         raise SetupError(
@@ -97,7 +92,10 @@ def _encoder(model: ModelSpec, width: int, height: int) -> "Encoder":
         )
     module, _, name = make.partition(".")
     of_module = import_module(f"planner.models.vision_encoders.{module}")
-    encoder: Encoder = getattr(of_module, name)(model, vision or {}, width, height)
+    fields = by_model_type("vision_config")[model.model_type]
+    whole = {} if vision else by_model_type("whole_vision_config").get(model.model_type, {})
+    given = {name: value for name, value in vision.items() if name in fields or name in _NO_FIELDS}
+    encoder: Encoder = getattr(of_module, name)(model, {**fields, **whole, **given}, width, height)
     return encoder
 
 

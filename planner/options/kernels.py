@@ -71,6 +71,8 @@ full, and says so in a log line at most; for Granite it patches layers and refus
 Source: liger-kernel 0.8.5 `transformers/monkey_patch.py` MODEL_TYPE_TO_APPLY_LIGER_FN, whose functions fuse it unless
 they are told not to.
 """
+USUAL_TYPE = "llama"
+"""The type whose kernels a model is taken to have that nobody named."""
 FUSED_LORA = model_types("unsloth")
 """Model types whose attention and MLP both Axolotl and Unsloth run as fused LoRA functions.
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -51,27 +52,26 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
 
     Source: transformers 5.23 processors; positions in three dimensions are the model's own, made from the grid.
     """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_CLASSES
+
     assert setup.images is not None
     encoder, device = encoder_for(setup, config), ids.device
     num = setup.images.num * encoder.tokens
     ids[:, :num] = int(config.image_token_id)
     inputs = pixels(setup, encoder, device)
     all_images = setup.micro_batch_seqs * setup.images.num
-    if config.model_type.startswith("qwen"):
+    takes = signature(getattr(transformers, IMAGE_CLASSES[config.model_type]).forward).parameters
+    if "image_grid_thw" in takes:
         inputs["image_grid_thw"] = torch.tensor([(1, *encoder.grid)], dtype=torch.int64).repeat(all_images, 1)
         inputs["position_ids"] = torch.zeros((3, *ids.shape), dtype=torch.int64, device=device)
-    elif config.model_type in ("gemma3", "paligemma"):
-        kinds = torch.full(ids.shape, config.model_type == "paligemma", dtype=torch.int64, device=device)
-        kinds[:, :num] = config.model_type == "gemma3"  # PaliGemma's are 0 in what is seen both ways
-        inputs["token_type_ids"] = kinds
-    elif config.model_type == "gemma3n":
-        inputs["token_type_ids"] = torch.zeros(ids.shape, dtype=torch.int64, device=device)
-    elif config.model_type == "gemma4":
-        inputs["mm_token_type_ids"] = torch.zeros(ids.shape, dtype=torch.int64, device=device)
-        inputs["mm_token_type_ids"][:, :num] = 1
+    elif kinds := [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]:
+        seen = config.model_type != "paligemma"  # its pictures' are 0, in what is seen both ways
+        inputs[kinds[0]] = torch.full(ids.shape, not seen, dtype=torch.int64, device=device)
+        inputs[kinds[0]][:, :num] = seen
     elif encoder.joined:
         inputs["image_sizes"] = [encoder.shape[1:]] * all_images
-    elif config.model_type == "mllama":
+    elif "aspect_ratio_ids" in takes:
         tiles = (setup.micro_batch_seqs, setup.images.num, encoder.shape[0])
         inputs["aspect_ratio_ids"] = torch.ones(tiles[:2], dtype=torch.int64, device=device)
         inputs["aspect_ratio_mask"] = torch.ones(tiles, dtype=torch.int64, device=device)

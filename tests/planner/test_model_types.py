@@ -8,11 +8,11 @@ import pytest
 
 from planner.core.shipped import by_model_type, model_types
 from planner.setup.packages import LIGER
-from tools.build_types import READ, of_liger, of_modeling, of_peft, of_transformers
+from tools.build_types import READ, of_liger, of_modeling, of_peft, of_transformers, of_vision
 
 
 def test_what_installed_libraries_say_of_types_is_kept() -> None:
-    for name, types in {**of_transformers(), **of_modeling(), **of_peft()}.items():
+    for name, types in {**of_transformers(), **of_modeling(), **of_vision(), **of_peft()}.items():
         assert by_model_type(name) == (types if isinstance(types, dict) else dict.fromkeys(types)), name
     seeing, none = {"qwen3_vl_moe", "glm4v_moe", "ernie4_5_vl_moe"}, {"dbrx", "jetmoe", "llama4", "longcat_flash"}
     assert seeing <= model_types("expert_plan")

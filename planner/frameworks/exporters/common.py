@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from planner.core.shipped import by_model_type
 from planner.frameworks.exporters import prepare
 from planner.frameworks.exporters.install import HUB_FLASH, from_hub
 from planner.frameworks.exporters.text import Line, constant, setting_line, shown_path
@@ -20,7 +21,7 @@ from planner.memory.attention_kernels import (
 from planner.models.spec import ModelSpec
 from planner.models.stored import packed_refusal, stored_refusal
 from planner.models.targets import peft_target_modules
-from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, PLANNED_KERNELS, parts_of
+from planner.options.kernels import KERNELS, LIGER_LOSS, PLANNED_KERNELS, USUAL_TYPE, parts_of
 from planner.options.optimizers import OPTIMIZERS
 from planner.options.precisions import PRECISIONS
 from planner.options.stacks import TARGET_ROWS
@@ -87,15 +88,13 @@ def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
     Source: transformers 5.23 `TrainingArguments.liger_kernel_config`, handed to `apply_liger_kernel_to_*` of
     liger-kernel (rope, rms_norm, swiglu or geglu, cross_entropy, fused_linear_cross_entropy).
     """
-    kind = model.model_type if model is not None else "llama"
+    kind = model.model_type if model is not None else USUAL_TYPE
     parts, fused_loss = parts_of(setup.kernels, kind), setup.loss == "liger"
     if not parts and not fused_loss:
         return []
-    gate = "geglu" if kind.startswith("gemma") else "swiglu"
-    wanted = {"rope": "rotary" in parts, "rms_norm": "norm" in parts, gate: "gated" in parts}
-    by_itself = LIGER_PARTS.get(kind, frozenset())
-    usual = {"rope": "rotary" in by_itself, "rms_norm": True, gate: kind != "gpt_oss"}
-    config = {name: on for name, on in wanted.items() if on != usual[name]}
+    wanted = {"rope": "rotary" in parts, "rms_norm": "norm" in parts}
+    usual = by_model_type("liger_options").get(kind, {})
+    config = {name: on for name in usual if (on := wanted.get(name, "gated" in parts)) != usual[name]}
     if not fused_loss and kind in LIGER_LOSS:
         config["fused_linear_cross_entropy"] = False
     if kind not in LIGER_LOSS:

@@ -13,7 +13,7 @@ from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
 from planner.memory.attention_kernels import default_attention, has_expert_stacks
-from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS
+from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, USUAL_TYPE
 from planner.options.objectives import OBJECTIVES
 from planner.options.precisions import PRECISIONS
 from planner.setup.allowed import XFORMERS
@@ -306,7 +306,7 @@ def _loss(settings: Settings) -> str:
     cut = settings.raw("cut_cross_entropy", plugged) is True
     # Axolotl's own form of Liger's loss, and cut cross-entropy, know more models than Liger does
     if cut or settings.raw("liger_fused_linear_cross_entropy") is True:
-        kind = settings.model.model_type if settings.model is not None else "llama"
+        kind = settings.model.model_type if settings.model is not None else USUAL_TYPE
         loss = "liger" if kind in LIGER_LOSS or (kind in LIGER_PARTS and not cut) else "chunked"
         if cut or loss == "chunked":
             what = "cut cross-entropy" if cut else f"Axolotl's own fused loss for {kind}"

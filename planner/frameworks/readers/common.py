@@ -33,7 +33,7 @@ from planner.models.stored import packed_as, stored_bits, stored_method
 from planner.models.targets import same_targets
 from planner.options.adapters import ADAPTERS
 from planner.options.images import WITH_IMAGES
-from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, kernels_refusal
+from planner.options.kernels import KERNELS, LIGER_LOSS, LIGER_PARTS, USUAL_TYPE, kernels_refusal
 from planner.options.optimizers import OPTIMIZERS as ROWS
 from planner.options.precisions import PRECISIONS as PRECISION_ROWS
 from planner.options.precisions import precision_of
@@ -352,7 +352,7 @@ def liger(settings: Settings, on: bool, loss: str, *, apart: bool = False) -> di
     if not on:
         return {"kernels": "eager", "loss": loss}
     options = settings.mapping("liger_kernel_config")
-    kind = settings.model.model_type if settings.model is not None else "llama"
+    kind = settings.model.model_type if settings.model is not None else USUAL_TYPE
     fused = kind in LIGER_LOSS
     if fused or kind in LIGER_PARTS:
         fused = options.get("fused_linear_cross_entropy", fused)

@@ -10,19 +10,14 @@ from planner.models.families.parts import SANDWICH, gated, linear, norm
 from planner.models.spec import LayerSpec, ModelSpec, Role
 from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp, one_matrix
 
-DEFAULTS = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12, "head_dim": 64,
-    "num_key_value_heads": 12, "patch_size": 16, "pooling_kernel_size": 3, "default_output_length": 280,
-    "hidden_activation": "gelu_pytorch_tanh", "use_clipped_linears": False,
-}  # fmt: skip
-"""`Gemma4VisionConfig`'s defaults."""
+TOKENS = 280
+"""Most of a picture: the processor's `max_soft_tokens`, which published configurations say too."""
 
 
-def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+def encoder(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Gemma 4: as many squares of patches as the budget of tokens holds in the picture's shape."""
-    field = {**DEFAULTS, **given}
     square, hidden = field["pooling_kernel_size"], field["hidden_size"]
-    patches = field["default_output_length"] * square**2
+    patches = field.get("default_output_length", TOKENS) * square**2
     rows, columns = squares(width, height, field["patch_size"], square, patches)
     tokens = rows * columns
     before = norm("embedding_pre_projection_norm", hidden, weight=False)

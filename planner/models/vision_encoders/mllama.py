@@ -8,21 +8,14 @@ from planner.models.families.parts import layer_norm, linear, plain
 from planner.models.spec import LayerSpec, ModelSpec, Role
 from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp, one_matrix
 
-DEFAULTS = {
-    "hidden_size": 1280, "hidden_act": "gelu", "num_hidden_layers": 32, "num_global_layers": 8, "attention_heads": 16,
-    "intermediate_size": 5120, "vision_output_dim": 7680, "image_size": 448, "patch_size": 14, "max_num_tiles": 4,
-    "intermediate_layers_indices": (3, 7, 15, 23, 30),
-}  # fmt: skip
-"""`MllamaVisionConfig`'s defaults."""
 CROSS_LAYERS = (3, 8, 13, 18, 23, 28, 33, 38)
 """`MllamaTextConfig`'s default."""
 ROWS = 8
 """Of a tile's patches the number becomes a multiple of this."""
 
 
-def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+def encoder(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Llama 3.2 Vision: always so many tiles, those that a picture does not fill hidden behind a mask."""
-    field = {**DEFAULTS, **given}
     side, hidden, tiles = field["image_size"] // field["patch_size"], field["hidden_size"], field["max_num_tiles"]
     patches = side**2 + 1
     rows = -(-patches // ROWS) * ROWS

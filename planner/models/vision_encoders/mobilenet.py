@@ -51,10 +51,10 @@ the same key without saying so, which no fused kernel of PyTorch takes: the math
 Not counted: what cuDNN's convolutions take while they run, which depends on the algorithm it chooses."""
 
 
-def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+def encoder(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Gemma 3n: an encoder without layers of transformers', and the embedder behind it."""
-    architecture = given.get("architecture", ARCHITECTURE)
-    if architecture != ARCHITECTURE or given.get("model_args"):
+    architecture = field["architecture"]
+    if architecture != ARCHITECTURE or field.get("model_args"):
         raise SetupError(f"images are not planned for {model.model_id}: its tower {architecture} is not known here")
     return Encoder(
         model=encoder_model(model, FUSED, (), ()),

@@ -8,18 +8,9 @@ from planner.models.families.parts import gated, linear, norm, plain
 from planner.models.spec import LayerSpec, ModelSpec, Role
 from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp
 
-_PIXTRAL = {
-    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-    "image_size": 1024, "patch_size": 16, "hidden_act": "gelu",
-}  # fmt: skip
-"""`PixtralVisionConfig`'s defaults."""
-_WHERE_NONE_IS_GIVEN = {"image_size": 1540, "patch_size": 14}
-"""`Mistral3Config`'s own, of a configuration without an encoder."""
 
-
-def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+def encoder(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Mistral 3: a token for each square of patches, and one at the end of each row of them."""
-    field = {**_PIXTRAL, **(given or _WHERE_NONE_IS_GIVEN)}
     merge, patch, hidden = int(model.config.get("spatial_merge_size", 2)), field["patch_size"], field["hidden_size"]
     rows, columns = rows_and_columns(width, height, merge * patch, field["image_size"])
     patches = rows * columns * merge**2

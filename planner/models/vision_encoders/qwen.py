@@ -3,50 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from math import floor, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 from planner.core.errors import SetupError
 from planner.models.families.parts import gated, layer_norm, linear, norm, plain
 from planner.models.spec import LayerSpec, ModelSpec, NormSpec
 from planner.models.vision_encoders.encoder import Encoder, Projector, attention, encoder_model, mlp, projector
 
-
-class _Family(NamedTuple):
-    """A family of encoders: what a `config.json` leaves out, as its class has it (windows and projectors of inner
-    layers are in those alone whose class has the field), the MLP's matrices, and whether it is Qwen 3's generation."""
-
-    defaults: Mapping[str, Any]
-    mlp: tuple[str, ...] = ("linear_fc1", "linear_fc2")
-    third: bool = True
-
-    @property
-    def gated(self) -> bool:
-        """Whether the MLP has a gate, and with it every norm is an RMSNorm."""
-        return len(self.mlp) == 3
-
-
-_FAMILIES = {
-    "qwen2_vl": _Family({
-        "depth": 32, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4,
-        "num_heads": 16, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
-    }, ("fc1", "fc2"), third=False),
-    "qwen2_5_vl": _Family({
-        "depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16,
-        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
-        "out_hidden_size": 3584, "fullatt_block_indexes": (7, 15, 23, 31),
-    }, ("gate_proj", "up_proj", "down_proj"), third=False),
-    "qwen3_vl": _Family({
-        "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
-        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
-        "deepstack_visual_indexes": (8, 16, 24),
-    }),
-    "qwen3_5": _Family({
-        "depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
-        "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 3584,
-        "num_position_embeddings": 2304,
-    }),
-}  # fmt: skip
-_FAMILIES |= {f"{name}_moe": _FAMILIES[name] for name in ("qwen3_vl", "qwen3_5")}
+_THIRD = ("linear_fc1", "linear_fc2")
+"""Names of the two matrices of an MLP, and of a projector, of Qwen 3's generation."""
 
 
 def smart_resize(height: int, width: int, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -67,24 +32,23 @@ def smart_resize(height: int, width: int, factor: int, least: int, most: int) ->
     return tall, wide
 
 
-def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+def encoder(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Qwen2-VL, Qwen2.5-VL (windows, RMSNorm, gated), Qwen3-VL (further projectors of inner layers) and Qwen3.5."""
-    family = _FAMILIES[model.model_type]
-    field = {**family.defaults, **given}
-    if "embed_dim" in family.defaults:  # its `hidden_size` is the text's
+    if "embed_dim" in field:  # its `hidden_size` is the text's
         inner = int(field["embed_dim"] * field["mlp_ratio"])
-        field |= {
+        field = {
+            **field,
             "out_hidden_size": field["hidden_size"],
             "hidden_size": field["embed_dim"],
             "intermediate_size": inner,
         }
+    windowed, third = "window_size" in field, "num_position_embeddings" in field
     merge, patch = field["spatial_merge_size"], field["patch_size"]
-    least, most = (256 * 256, 4096 * 4096) if family.third else (56 * 56, 16384 * 28 * 28)
+    least, most = (256 * 256, 4096 * 4096) if third else (56 * 56, 16384 * 28 * 28)
     tall, wide = smart_resize(height, width, patch * merge, least, most)
     grid = (tall // patch, wide // patch)
     patches = grid[0] * grid[1]
-    layer = _layer(family, field)
-    windowed = "window_size" in family.defaults
+    layer = _layer(field)
     whole = field["fullatt_block_indexes"] if windowed else range(field["depth"])
     order = tuple(int(index not in whole) for index in range(field["depth"]))
     layers = (layer, replace(layer, kind="vision-window")) if windowed else (layer,)
@@ -96,43 +60,45 @@ def encoder(model: ModelSpec, given: Mapping[str, Any], width: int, height: int)
         tokens=patches // merge**2,
         marks=2,
         shape=(patches, 3 * field["temporal_patch_size"] * patch**2),
-        projectors=_mergers(family, field, patches // merge**2),
+        projectors=_mergers(field, patches // merge**2),
         window_patches=window**2,
-        named_embeddings=not family.third,
+        named_embeddings=not third,
         num_other_params=field["hidden_size"]
         * (3 * field["temporal_patch_size"] * patch**2 + 1 + field.get("num_position_embeddings", 0)),
     )
 
 
-def _layer(family: _Family, field: Mapping[str, Any]) -> LayerSpec:
-    hidden, inner = field["hidden_size"], field["intermediate_size"]
+def _layer(field: Mapping[str, Any]) -> LayerSpec:
+    """A layer; where its class has windows the MLP has a gate, and with it every norm is an RMSNorm."""
+    hidden, inner, windowed = field["hidden_size"], field["intermediate_size"], "window_size" in field
+    names = ("gate_proj", "up_proj", "down_proj") if windowed else ("fc1", "fc2") if "embed_dim" in field else _THIRD
     return LayerSpec(
         kind="vision",
         linears=(
             linear("attn.qkv", "qkv", hidden, 3 * hidden, True),
             linear("attn.proj", "o", hidden, hidden, True),
-            *mlp(tuple(f"mlp.{name}" for name in family.mlp), hidden, inner),
+            *mlp(tuple(f"mlp.{name}" for name in names), hidden, inner),
         ),
-        norms=tuple(_norm(name, hidden, rms=family.gated) for name in ("norm1", "norm2")),
+        norms=tuple(_norm(name, hidden, rms=windowed) for name in ("norm1", "norm2")),
         attention=attention(field["num_heads"], hidden, rotary=True),
-        mlp=(gated if family.gated else plain)(inner, field["hidden_act"]),
+        mlp=(gated if windowed else plain)(inner, field["hidden_act"]),
         path="model.visual.blocks",
     )
 
 
 def _norm(name: str, size: int, *, rms: bool, rows: int = 1) -> NormSpec:
-    """RMSNorm where the MLP is gated (Qwen2.5-VL)."""
     return norm(name, size, "rms" if rms else "layer", not rms, rows)
 
 
-def _mergers(family: _Family, field: Mapping[str, Any], tokens: int) -> tuple[Projector, ...]:
+def _mergers(field: Mapping[str, Any], tokens: int) -> tuple[Projector, ...]:
     """What merges neighbouring patches, and of Qwen3-VL such for the features of inner layers."""
     merged = field["spatial_merge_size"] ** 2
     wide, out = field["hidden_size"] * merged, field["out_hidden_size"]
-    names = ("linear_fc1", "linear_fc2") if family.third else ("mlp.0", "mlp.2")
-    first = _norm("norm" if family.third else "ln_q", field["hidden_size"], rms=family.gated, rows=merged)
+    third = "num_position_embeddings" in field
+    names = _THIRD if third else ("mlp.0", "mlp.2")
+    first = _norm("norm" if third else "ln_q", field["hidden_size"], rms="window_size" in field, rows=merged)
     projectors = [Projector(layer=projector("model.visual.merger", names, first, wide, out), tokens=tokens)]
-    if deep := len(field["deepstack_visual_indexes"]) if "deepstack_visual_indexes" in family.defaults else 0:
+    if deep := len(field.get("deepstack_visual_indexes", ())):
         after = layer_norm("norm", wide)
         further = projector("model.visual.deepstack_merger_list", names, after, wide, out)
         projectors.append(Projector(layer=further, tokens=tokens, num=deep))

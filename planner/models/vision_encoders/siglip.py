@@ -17,24 +17,13 @@ from planner.models.vision_encoders.encoder import (
     projector,
 )
 
-LAST_NORM = "post_layernorm"
-CLIP = {
-    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-    "image_size": 336, "patch_size": 14, "hidden_act": "quick_gelu",
-}  # fmt: skip
-"""`LlavaConfig`'s own defaults of its tower."""
-SIGLIP = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh",
-}  # fmt: skip
-"""`SiglipVisionConfig`'s defaults."""
+LAST_NORM, CLIP = "post_layernorm", "clip_vision_model"
 
 
-def llava(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+def llava(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -> Encoder:
     """LLaVA 1.5: CLIP at one fixed size, every patch a token."""
-    if (kind := given.get("model_type", "clip_vision_model")) != "clip_vision_model":
+    if (kind := field["model_type"]) != CLIP:
         raise SetupError(f"images are not planned for {model.model_id}: LLaVA's class around {kind} is not known here")
-    field = {**CLIP, **given}
     side = field["image_size"] // field["patch_size"]
     strategy = model.config.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
@@ -49,9 +38,8 @@ def llava(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -
     return of_one_size(field, layers, joint, tokens, 1, patches=side**2 + 1)
 
 
-def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+def gemma3(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Gemma 3: SigLIP at one fixed size, its patches averaged to 256 tokens (pan and scan off)."""
-    field = {**SIGLIP, **given}
     hidden, first = field["hidden_size"], norm("mm_soft_emb_norm", field["hidden_size"])
     names = ("model.multi_modal_projector", "mm_input_projection_weight")
     joint = one_matrix(*names, hidden, model.hidden_size, norm=first, parameter=True)
@@ -59,9 +47,8 @@ def gemma3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) 
     return of_one_size(field, layers, joint, int(model.config.get("mm_tokens_per_image", 256)), 4)
 
 
-def paligemma(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+def paligemma(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -> Encoder:
     """PaliGemma: SigLIP at one fixed size, every patch a token."""
-    field = {**SIGLIP, **given}
     side, hidden = field["image_size"] // field["patch_size"], field["hidden_size"]
     out = int(field.get("projection_dim") or model.hidden_size)
     joint = one_matrix("model.multi_modal_projector", "linear", hidden, out, bias=True)

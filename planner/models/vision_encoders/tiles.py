@@ -7,25 +7,16 @@ from typing import Any
 from planner.models.families.parts import layer_norm, linear, norm, plain
 from planner.models.spec import LayerSpec, ModelSpec, Role
 from planner.models.vision_encoders.encoder import Encoder, attention, encoder_model, mlp, one_matrix, projector
-from planner.models.vision_encoders.siglip import LAST_NORM, SIGLIP, of_one_size, siglip_model
+from planner.models.vision_encoders.siglip import LAST_NORM, of_one_size, siglip_model
 
 LONGEST_TILES, LARGEST_SIDE = 4, 4096
 """Idefics 3's processor makes the longer side as long as four tiles, in every published preprocessor_config.json."""
 MOST_TILES = 12
 """Of InternVL's processor (`GotOcr2ImageProcessor.max_patches`, `crop_to_patches` in `InternVLProcessor`)."""
-_IDEFICS = SIGLIP | {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
-"""`Idefics3VisionConfig`'s defaults."""
-_INTERN = {
-    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-    "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "norm_type": "layer_norm", "attention_bias": False,
-    "use_qk_norm": False,
-}  # fmt: skip
-"""`InternVLVisionConfig`'s defaults."""
 
 
-def idefics3(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+def idefics3(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -> Encoder:
     """Idefics 3 and SmolVLM: every picture is made larger than four tiles can hold, cut, and seen whole once more."""
-    field = {**_IDEFICS, **given}
     side, scale = field["image_size"] // field["patch_size"], int(model.config.get("scale_factor", 2))
     rows, columns = idefics_tiles(width, height, field["image_size"])
     wide = field["hidden_size"] * scale**2
@@ -53,9 +44,9 @@ def idefics_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
     return (across, along) if width >= height else (along, across)
 
 
-def internvl(model: ModelSpec, given: Mapping[str, Any], width: int, height: int) -> Encoder:
+def internvl(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -> Encoder:
     """InternVL: up to twelve tiles in the picture's shape and the whole one, four patches to a token."""
-    field = {**_INTERN, **given}
+    field = {**field}
     for name in ("image_size", "patch_size"):  # sides that a configuration may give twice
         field[name] = int(field[name][0] if isinstance(field[name], (list, tuple)) else field[name])
     side, hidden = field["image_size"] // field["patch_size"], field["hidden_size"]
