@@ -82,7 +82,7 @@ class Fsdp2(Engine):
         trained = part_trained(part.model, inner)
         shards, model = setup.shards, part.model
         groups = gathered_groups(model, inner, shards)
-        local = _shard(trained, groups, shards, sharded_dtype(setup))
+        local = _shard(trained, groups, setup)
         weights = _weights(model, setup, groups, local)
         on_host = setup.offload == "parameters"
         allocations = [] if on_host else list(weights)
@@ -125,7 +125,7 @@ class Fsdp2(Engine):
         share, groups = share_of(part.model, replicas(setup)), gathered_groups(rest, inner, setup.shards)
         around = gathered_groups(moe_layers_without_experts(part.model), inner, setup.shards).layer
         trained, dtype = part_trained(rest, inner), sharded_dtype(setup)
-        outer = _shard(trained, groups, setup.shards, dtype)
+        outer = _shard(trained, groups, setup)
         local = replace(outer, num=outer.num + share.stored, largest=max(outer.largest, share.largest))
         allocations = [weight_allocation(f"weights / {setup.shards}", SIZE_BYTES[dtype] * local.num)]
         allocations += gathered_with_experts(rest, groups, around, share, inner)
@@ -395,11 +395,19 @@ def _reducing(
     ]
 
 
-def _shard(trained: Trained, groups: Groups, shards: int, dtype: str) -> Trained:
-    """One rank's trained parameters, padding included: rank 0's shard is a full one."""
+def _shard(trained: Trained, groups: Groups, setup: TrainSetup) -> Trained:
+    """One rank's trained parameters, padding included: rank 0's shard is a full one. Whole modules beside adapters stay
+    in their weights' type where nothing is upcast."""
+    shards, dtype = setup.shards, sharded_dtype(setup)
+    as_loaded = setup.sharded_at_loading or setup.trainer.one_root
+    copies = (
+        trained.head + trained.embeddings if setup.modules_to_save and as_loaded and dtype != setup.weight_dtype else 0
+    )
     return Trained(
-        num=-(-(trained.num + groups.padding[1]) // shards),
+        num=-(-(trained.num - copies + groups.padding[1]) // shards),
         dtype=dtype,
+        copies=-(-copies // shards),
+        copies_dtype=setup.weight_dtype if copies else "",
         edge_sum=-(-trained.edge_sum // shards),
         largest=-(-trained.largest // shards),
         head=-(-trained.head // shards),

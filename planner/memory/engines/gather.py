@@ -11,6 +11,7 @@ from planner.memory.states import nf4_bytes
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.models.targets import lora_linears, lora_params, lora_rank
 from planner.setup import TrainSetup
+from planner.setup.allowed import SAVED_EMBEDDINGS, SAVED_HEADS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,14 +113,20 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     outer += sum(linear.num_weights + linear.num_bias for linear in model.outer_linears)
     outer += sum(layer.num_params * num for layer, num in model.idle_layers) + model.num_idle_other_params
     tail = norm + model.num_head_params + (tables if model.tied else 0)
+    saved = {*inner.modules_to_save}  # whose copies that train are gathered beside them
+    saved_table, saved_head = (
+        tables * bool(saved & {*SAVED_EMBEDDINGS}),
+        model.num_head_params * bool(saved & {*SAVED_HEADS}),
+    )
+    tail += saved_head + saved_table * model.tied
     root_trained = 0
     if inner.trainer.one_root:
-        outer += tail + (0 if model.tied else tables)
-        root_trained, tail, tables = outer if full else 0, 0, 0
+        outer += tail + (0 if model.tied else tables + saved_table)
+        root_trained, tail, tables, saved_table = outer if full else 0, 0, 0, 0
     return Groups(
         layer=max(sizes),
         layers=sum(map(mul, nums, sizes)),
-        embedding=0 if model.tied else tables * plain,
+        embedding=0 if model.tied else (tables + saved_table) * plain,
         tail=tail * plain,
         root=outer * plain,
         layer_trained=max(trained),
