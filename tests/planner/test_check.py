@@ -519,8 +519,10 @@ def test_weights_that_have_no_room_are_no_question_of_a_band(adapter: str, load:
     assert certain_bytes(result.prediction, wide) > budget
     assert result.prediction.peak_device_bytes * (1 - result.band.below) < budget
     assert result.verdict is Verdict.DOES_NOT_FIT
-    offloaded = replace(config, approximations=(UpperBound("layer_offloading: counted on the GPU", "weights"),))
-    assert certain_bytes(result.prediction, offloaded) == 0
+    away = replace(config, approximations=(UpperBound("lora_on_cpu: counted on the GPU", "weights"),))
+    assert certain_bytes(result.prediction, away) == 0
+    layers = read_text(BIG.format(adapter=adapter, load=load) + "layer_offloading: true\n", "a.yml", model=model)
+    assert certain_bytes(result.prediction, layers) > budget  # they leave the card once all have been on it
 
 
 LEAN = """\

@@ -13,7 +13,7 @@ from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermi
 from planner.frameworks.readers import FileContext, ReadConfig, read_config, read_text
 from planner.frameworks.readers.common import FAKE_QUANTIZED, NOT_UNSCALED
 from planner.frameworks.readers.program.interpret import run
-from planner.frameworks.readers.types import LowerBound, overrides, parse_sets
+from planner.frameworks.readers.types import LowerBound, UpperBound, overrides, parse_sets
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.resolve import resolve_model
@@ -932,6 +932,15 @@ def test_rays_workers_of_llama_factory_are_its_gpus() -> None:
 def test_fsdps_own_checkpointing_is_where_axolotls_comes_from() -> None:
     text = "base_model: m\nadapter: lora\nfsdp_config:\n  activation_checkpointing: true\n"
     assert read_text(text, "a.yml", around=FileContext(num_gpus=2)).origins["checkpointing"] == "a.yml:4"
+
+
+def test_what_torchaos_optimizer_keeps_on_the_host_is_an_upper_bound() -> None:
+    text = "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\ntokenizer: {max_seq_len: 64}\n"
+    text += "loss: {_component_: m.LinearCrossEntropyLoss}\ncheckpointer: {checkpoint_dir: Llama-3.1-8B}\n"
+    text += "optimizer: {_component_: torchao.optim.CPUOffloadOptimizer, offload_gradients: true}\n"
+    config = read_text(text, "a.yaml")
+    (bound,) = [words for words in config.approximations if isinstance(words, UpperBound)]
+    assert (config.setup.optimizer, bound.categories) == ("adamw", ("optimizer", "gradients"))
 
 
 def test_what_a_recipe_of_torchtune_trains_is_not_read_in_its_name() -> None:

@@ -64,6 +64,11 @@ def read(settings: Settings) -> ReadConfig:
         settings.approximate(common.OFFLOADED)
     block = settings.block("optimizer")
     component = block.text("_component_", "torch.optim.AdamW")
+    if component.endswith("CPUOffloadOptimizer"):  # torchao's, around another
+        component = block.text("optimizer_class", "torch.optim.AdamW")
+        away = ["optimizer", *["gradients"] * block.flag("offload_gradients", False)]
+        words = f"CPUOffloadOptimizer: {' and '.join(away)} in the host's memory counted as if on the GPU"
+        settings.approximate(UpperBound(words, *away))
     fused = component == "torch.optim.AdamW" and block.flag("fused", False)
     word = OPTIMIZERS.get(component, component)
     fields: dict[str, Any] = {
