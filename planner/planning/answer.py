@@ -361,8 +361,8 @@ def _staged(workload: Workload, planning: _Planning) -> Plan | None:
 
 
 def _by_device_map(workload: Workload, planning: _Planning) -> Plan | None:
-    """The plan with whole layers placed on the GPUs of one node by one process, where only loading bars a quantized
-    base from being cut."""
+    """Where only loading bars a quantized base from being cut over the GPUs of one node: the plan with whole layers
+    placed on them by one process, or, where that is faster, with the base in the host's memory."""
     cluster = workload.cluster
     if cluster is None or cluster.num_nodes > 1 or workload.num_gpus == 1 or "parallel" in workload.fixed:
         return None
@@ -378,7 +378,9 @@ def _by_device_map(workload: Workload, planning: _Planning) -> Plan | None:
     fixed = {**workload.fixed, "parallel": ("device-map",)}
     walked = planning._replace(explained=True).walk_fitting(replace(workload, fixed=fixed))
     words = f"a device map, whose GPUs take turns: {min(reasons)[1]}"
-    return _plan(walked, [measured(words)]) if walked is not None else None
+    placed = _plan(walked, [measured(words)]) if walked is not None else None
+    plans = [plan for plan in (placed, _staged(workload, planning)) if plan is not None]
+    return max(plans, key=lambda plan: (plan.chosen.verdict == "fits", plan.chosen.tokens_per_s), default=None)
 
 
 def _with_packed_experts(workload: Workload, planning: _Planning) -> Plan | None:
