@@ -1,9 +1,8 @@
-"""A trace for people and machines: the document, its text and its timeline picture."""
+"""A trace for people and machines: the document and its text."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from html import escape
 from typing import Any
 
 from planner.core.units import gib, percent, seconds
@@ -167,54 +166,3 @@ def _largest_lines(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[st
         yield f"  {gib(row['size_bytes']):>10}  {clean(row['name'])}"
     if rest := sum(row["size_bytes"] for row in rows[_ROWS:]):
         yield f"  {gib(rest):>10}  {len(rows) - _ROWS} smaller"
-
-
-_COLOURS = {"load": "#7f7f7f", "forward": "#0072b2", "backward": "#e69f00", "step": "#009e73", "evaluation": "#cc79a7"}
-"""Okabe and Ito's, which colour-blind people tell apart."""
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 900, 356, 60, 56, 50
-_FAR = 2
-"""A budget of so many peaks and more would press the run to the ground: it is said above the picture."""
-
-
-def svg(answer: Mapping[str, Any]) -> str:
-    """Allocated memory along the run as a picture, phases by colour, its peak and the budget as lines."""
-    points, budget_bytes, peak_bytes = answer["timeline"], answer["budget_bytes"], answer["peak_allocated_bytes"]
-    far = budget_bytes > _FAR * peak_bytes
-    top = (1.1 * peak_bytes if far else max(peak_bytes, budget_bytes)) or 1
-    step, ground = (_WIDTH - _LEFT) / max(1, len(points)), _HEIGHT - _BOTTOM
-
-    def y(size: float) -> float:
-        return round(ground - (ground - _TOP) * size / top, 1)
-
-    def line(size: int, words: str, colour: str, *, right: bool = False) -> str:
-        place = f'x="{_WIDTH - 4}" text-anchor="end"' if right else f'x="{_LEFT + 4}"'
-        return (
-            f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(size)}" y2="{y(size)}" stroke="{colour}" '
-            f'stroke-dasharray="4 3"/>\n<text {place} y="{y(size) - 4}" fill="{colour}">{words}</text>\n'
-        )
-
-    bars = [
-        f'<rect x="{_LEFT + index * step:.1f}" y="{y(size)}" width="{step + 0.3:.1f}" '
-        f'height="{ground - y(size):.1f}" fill="{_COLOURS.get(phase, "#bbb")}"/>'
-        for index, (_, size, phase) in enumerate(points)
-    ]
-    seen = [phase for phase in _COLOURS if any(phase == name for *_, name in points)]
-    legend = "".join(
-        f'<rect x="{_LEFT + 10 + index * 130}" y="{_HEIGHT - 16}" width="10" height="10" fill="{_COLOURS[phase]}"/>'
-        f'<text x="{_LEFT + 25 + index * 130}" y="{_HEIGHT - 7}">{RESERVED_WORDS[phase]}</text>'
-        for index, phase in enumerate(seen)
-    )
-    title = f"{escape(clean(shlex.join(answer['command'])))}: allocated memory"
-    device = f"{gib(answer['peak_device_bytes'])} on the device of the {gib(budget_bytes)} budget"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        f'font-size="11">\n<title>{title}</title>\n<rect width="100%" height="100%" fill="#fff"/>\n'
-        f'<text x="{_LEFT}" y="14">{title}</text>\n'
-        f'<text x="{_LEFT}" y="30">with what PyTorch and CUDA keep beside it {device}</text>\n'
-        + "\n".join(bars)
-        + "\n"
-        + line(peak_bytes, f"peak {gib(peak_bytes)} allocated", "#000")
-        + ("" if far else line(budget_bytes, f"budget {gib(budget_bytes)}", "#c00", right=True))
-        + f'<text x="2" y="{_TOP}">{gib(round(top))}</text>\n<text x="2" y="{ground}">0</text>\n'
-        f'<text x="{_LEFT}" y="{ground + 14}">allocations and releases, in order</text>\n{legend}\n</svg>\n'
-    )

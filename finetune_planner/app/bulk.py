@@ -13,19 +13,16 @@ from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models import catalogue
-from planner.models.config_file import CONFIG_NAME, parse_config, read_config
+from planner.models.config_file import CONFIG_NAME, read_config
 from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.planning.answer import plan_workload
 from planner.planning.groups import WalkCache
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.plan_request import PlanRequest
-from planner.samples.rows import DataError, read_rows
 from planner.setup import DEFAULTS
 
 Row = dict[str, Any]
-MAX_CONFIGS = 1_000_000
-"""Of one Parquet file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,41 +79,25 @@ class Config:
 
 
 def configs_of(place: Path | None, match: str = "") -> list[Config]:
-    """The configurations of a directory (every config.json below it, and every other JSON file in it), of a Parquet
-    file (columns `model_id` and `config`, a JSON text), or of the catalogue (None), whose names contain `match`.
+    """The configurations of a directory (every config.json below it, and every other JSON file in it), or of the
+    catalogue (None), whose names contain `match`.
 
     Raises:
-        UsageError: nothing there, a Parquet file that holds something else.
+        UsageError: nothing there.
         ConfigError: a configuration that is none.
-        EnvironmentProblem: a Parquet file without pyarrow.
     """
     if place is None:
         configs = [Config(model_id=name) for name in catalogue.names_with("")]
     elif place.is_dir():
         files = sorted({*place.rglob(CONFIG_NAME), *place.glob("*.json")})
         configs = [Config(model_id=_name_in(place, file), config=read_config(file)) for file in files]
-    elif place.is_file():
-        configs = list(_in_parquet(place))
     else:
-        raise UsageError(f"no such directory or file: {place}", hint="--configs takes a directory or a Parquet file")
+        raise UsageError(f"no such directory: {place}", hint="--configs takes a directory of config.json files")
     configs = [config for config in configs if match.lower() in config.model_id.lower()]
     if not configs:
         where = "the catalogue" if place is None else str(place)
         raise UsageError(f"no configuration in {where} with {match!r} in its name", hint="leave --match out")
     return configs
-
-
-def _in_parquet(place: Path) -> Iterator[Config]:
-    hint = "--configs takes a Parquet file with the columns model_id and config, a JSON text"
-    _parquet()
-    try:
-        for number, row in enumerate(read_rows(place)):
-            if number >= MAX_CONFIGS or not isinstance(row.get("config"), str) or "model_id" not in row:
-                raise UsageError(f"{place}: row {number + 1:,} is no configuration", hint=hint)
-            where = f"{place}, row {number + 1:,}"
-            yield Config(model_id=str(row["model_id"]), config=parse_config(row["config"].encode(), where))
-    except DataError as error:
-        raise UsageError(str(error), hint=hint) from error
 
 
 def _name_in(place: Path, file: Path) -> str:

@@ -20,7 +20,7 @@ def table(
     out: Annotated[Path, typer.Option(help="Directory of the Parquet files; call again to go on.")],
     configs: Annotated[
         Path | None,
-        typer.Option(help="Directory of config.json files, or Parquet (model_id, config). Default: the catalogue."),
+        typer.Option(help="Directory of config.json files. Default: the catalogue."),
     ] = None,
     match: Annotated[str, typer.Option(help="Only configurations whose names contain this.")] = "",
     gpus: Annotated[str, typer.Option(help="Cards, comma-separated; 'all': all but laptops and modules.")] = "all",

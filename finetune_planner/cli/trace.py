@@ -32,7 +32,7 @@ from planner.planning.option_values import positive
 from planner.planning.plan import Plan
 from planner.planning.trace_result import TraceResult
 from planner.setup.outcome import FailureKind, Fidelity, Measurement, Prediction, ProbeFailure
-from reports.trace import PROTECTIONS, document, svg, text_lines
+from reports.trace import PROTECTIONS, document, text_lines
 
 if TYPE_CHECKING:
     from planner.speed.traced import TracedSpeed
@@ -113,7 +113,7 @@ def trace(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Run the program without asking.")] = False,
     data: StandIns,
     memory: options.Memory,
-    out: Annotated[Path | None, typer.Option(help="Directory for trace.json and timeline.svg.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for trace.json.")] = None,
     as_json: options.Json = False,
 ) -> int:
     """Run a training program on a phantom GPU: what it needs, where, and whether it fits. Nothing is computed.
@@ -129,7 +129,7 @@ def trace(
     ask(order, program(command), protection(order).kind, yes)
     answer = answer_of(order, card, memory.of(card))
     if out is not None:
-        write_files(out, {"trace.json": json.dumps(answer, indent=2) + "\n", "timeline.svg": svg(answer)})
+        write_files(out, {"trace.json": json.dumps(answer, indent=2) + "\n"})
     tell(answer, text_lines(answer), as_json=as_json)
     return EXIT_NOTHING_FITS if answer["verdict"] == "does not fit" else EXIT_OK
 

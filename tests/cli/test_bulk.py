@@ -59,21 +59,16 @@ def test_a_second_call_goes_on_where_the_first_one_ended(tmp_path: Path, capsys:
     assert json.loads(capsys.readouterr().out)["planned"] == len(files)
 
 
-def test_configurations_of_a_directory_and_of_a_parquet_file(tmp_path: Path) -> None:
+def test_configurations_of_a_directory(tmp_path: Path) -> None:
     spec = catalogue.load(MODEL)
     config = dict(spec.config)
     for name, content in {"mine/small": config, "other": {"model_type": "no-such-type"}}.items():
         folder = tmp_path / "configs" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(content))
-    parquet = tmp_path / "configs.parquet"
-    columns = {"model_id": ["mine/small"], "config": [json.dumps(config)]}
-    pyarrow.parquet.write_table(pyarrow.table(columns), parquet)
     words = ["--gpus", "t4", "--seq-lens", "1024", "--methods", "lora"]
     assert run(["table", "--configs", str(tmp_path / "configs"), *words, "--out", str(tmp_path / "a")]) == 0
-    assert run(["table", "--configs", str(parquet), *words, "--out", str(tmp_path / "b")]) == 0
     first, second = sorted(rows_in(tmp_path / "a"), key=lambda row: str(row["model"]))
-    assert rows_in(tmp_path / "b") == [first]
     assert first["model"] == "mine/small"
     assert first["fits"]
     assert (second["fits"], second["num_params"]) == (False, None)

@@ -21,10 +21,11 @@ from finetune_planner.cli.writing import launch_files
 from planner.core.errors import UsageError
 from planner.core.locks import folder_lock, try_lock
 from planner.core.units import gib
-from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, prepare, slurm, text
+from planner.frameworks.exporters import EXPORTERS, DatasetChoice, ExportRequest, prepare, text
 from planner.frameworks.exporters.common import RESUMED
 from planner.frameworks.exporters.folder import README, RUN, folder_files
-from planner.frameworks.exporters.gated import gate_of, gates
+from planner.frameworks.exporters.install import gate_of, gates
+from planner.frameworks.exporters.jobs import SLURM_NAME, slurm_file
 from planner.memory.workload import Data
 from planner.models import catalogue
 from planner.options.stacks import written_by
@@ -230,7 +231,7 @@ def test_run_sh_fetches_for_nodes_without_internet(tmp_path: Path) -> None:
         folder = launched(tmp_path / name, wanted)
         code, output = started(folder, "fetch")
         assert (code, f"CALLED python3 - {wanted.model_id} {kernel} \n" in output) == (0, True)
-        assert "run.sh fetch trl" in slurm.job_file(EXPORTERS["trl"](wanted), wanted).text.replace("\n# ", " ")
+        assert "run.sh fetch trl" in slurm_file(EXPORTERS["trl"](wanted), wanted).text.replace("\n# ", " ")
     local = launched(tmp_path / "local", replace(request(SETUP), model_id="./model"))
     assert "CALLED python3 -   \n" in started(local, "fetch")[1]
 
@@ -337,7 +338,7 @@ def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> Non
                 script.write_text(file.text)
                 assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
                 assert "MASTER_ADDR:?" in file.text or export_request.num_nodes == 1
-        jobs = [file.path for file in files if file.path.endswith(slurm.NAME)]
+        jobs = [file.path for file in files if file.path.endswith(SLURM_NAME)]
         assert bool(jobs) == (setup.num_processes > 1 and RUN in {file.path for file in files})
         readme = next((file.text for file in files if file.path == README), "")
         assert sorted(re.findall(r"`sbatch launch/(.*)`", readme)) == sorted(jobs)

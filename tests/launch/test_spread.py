@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.frameworks.exporters import EXPORTERS, Launch, hf, slurm
+from planner.frameworks.exporters import EXPORTERS, Launch, hf
 from planner.frameworks.exporters.folder import folder_files
+from planner.frameworks.exporters.jobs import SLURM_NAME
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, export_request, furnish, run_launch, write_launch
 from tests.launch.test_hf import said
@@ -212,7 +213,7 @@ def test_a_slurm_job_of_two_nodes_steps_like_one_process(
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    command = f'PATH="$PWD/slurm:$PATH" bash launch/{hf.TARGET}/{slurm.NAME}'
+    command = f'PATH="$PWD/slurm:$PATH" bash launch/{hf.TARGET}/{SLURM_NAME}'
     with own_port(range(20000 + os.getpid() % 9000, 30000)) as port:  # the script takes 20000 + job id % 10000
         environment = {
             "ACCELERATE_USE_CPU": "true",

@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from planner.core.errors import UsageError
-from planner.frameworks.exporters import EXPORTERS, Launch, LaunchFile, slurm
+from planner.frameworks.exporters import EXPORTERS, Launch, LaunchFile
 from planner.frameworks.exporters.folder import folder_files
+from planner.frameworks.exporters.jobs import slurm_file
 from planner.frameworks.readers import FileContext, read_text
 from planner.models import catalogue
 from planner.setup import TrainSetup
@@ -175,7 +176,7 @@ def test_torchrun_takes_every_command_that_names_it() -> None:
 def test_slurm_scripts_are_bash_and_ask_for_every_gpu(target: str, num_nodes: int, tmp_path: Path) -> None:
     scripts = set()
     for setup, launch in launches(target, num_nodes):
-        job = slurm.job_file(launch, request(setup, num_nodes=num_nodes))
+        job = slurm_file(launch, request(setup, num_nodes=num_nodes))
         assert job.text.startswith("#!/bin/bash\n")
         directives = dict(
             line.removeprefix("#SBATCH --").split("=", 1)

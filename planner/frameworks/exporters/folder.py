@@ -7,10 +7,9 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
-from planner.frameworks.exporters import chat, prepare, slurm
+from planner.frameworks.exporters import chat, prepare
 from planner.frameworks.exporters.common import RESUMED
-from planner.frameworks.exporters.gated import gate_of, on_hub
-from planner.frameworks.exporters.install import from_hub, install_calls
+from planner.frameworks.exporters.install import from_hub, gate_of, install_calls, on_hub
 from planner.frameworks.exporters.text import one_line, shipped, shown_path
 from planner.frameworks.exporters.trl import REWARDS, STAND_IN
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET, ExportRequest, Launch, LaunchFile
@@ -45,12 +44,13 @@ def folder_files(
         return ()
     started = [launch for launch in written if launch.complete]
     submitted: dict[str, LaunchFile] = {}
-    if started and jobs:
-        from planner.frameworks.exporters.jobs import job_files  # late: few ask for one
+    of_slurm: dict[str, LaunchFile] = {}
+    if started and (jobs or request.setup.num_processes > 1):
+        from planner.frameworks.exporters.jobs import SLURM, job_files, slurm_file  # late: one GPU asks for none
 
-        submitted = job_files(jobs, started[0], request)
-    by_slurm = request.setup.num_processes > 1 or slurm.SCHEDULER in jobs
-    of_slurm = {launch.target: slurm.job_file(launch, request) for launch in started if by_slurm}
+        submitted = job_files(jobs, started[0], request) if jobs else {}
+        if request.setup.num_processes > 1 or SLURM in jobs:
+            of_slurm = {launch.target: slurm_file(launch, request) for launch in started}
     readme = LaunchFile(path=README, text=_readme(launches, started, request, submitted, of_slurm))
     launch_files = [readme, *submitted.values(), *of_slurm.values()]
     if started:

@@ -1,4 +1,5 @@
-"""What a launch file needs installed: the arguments of each `pip install`, in the order in which they are called.
+"""What a launch file needs installed: the arguments of each `pip install`, in the order in which they are called; and
+which models the hub hands out only to people who are logged in.
 
 Everything is a wheel where there is one. flash-attn and causal-conv1d come as source alone (their set-up looks for a
 ready build on their release pages first): last, after what builds them, and only where nothing else does.
@@ -7,7 +8,9 @@ ready build on their release pages first): last, after what builds them, and onl
 import csv
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
+from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.frameworks.exporters.types import ExportRequest, Launch
 from planner.models.spec import ModelSpec
@@ -133,3 +136,39 @@ def install_calls(launch: Launch, request: ExportRequest) -> list[list[str]]:
     if built:
         calls += [list(BUILDS), *([requirement(name), "--no-build-isolation"] for name in built)]
     return calls
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """What is known of the access to some models: which of them the hub hands out only to people who accepted their
+    terms and are logged in. Of all that the table does not name it is not known, and said so.
+
+    Attributes:
+        begins: of their hub ids.
+        asks: what their authors ask for on the models' cards; "" where the download was only seen to be refused, which
+            may have changed.
+        seen: the year, or the day, on which it was so.
+        source: who says so.
+    """
+
+    begins: str
+    asks: str
+    seen: str
+    source: str
+
+
+@cache
+def gates() -> tuple[Gate, ...]:
+    with (DATA / "gated.csv").open(newline="", encoding="utf-8") as file:
+        return tuple(Gate(**row) for row in csv.DictReader(file))
+
+
+def gate_of(model_id: str) -> Gate | None:
+    """What is known of a model's access, None where nothing is."""
+    name = model_id.lower()
+    return next((gate for gate in gates() if name.startswith(gate.begins.lower())), None)
+
+
+def on_hub(model_id: str) -> bool:
+    """Whether a name is a hub id rather than a directory."""
+    return not (model_id.startswith((".", "/", "~")) or Path(model_id).exists())

@@ -1,4 +1,5 @@
-"""`--job NAME`: the launch folder as a job of SkyPilot, dstack, Kubernetes (Kubeflow's TrainJob) or Hugging Face Jobs.
+"""`--job NAME`: the launch folder as a job of SkyPilot, dstack, Kubernetes (Kubeflow's TrainJob) or Hugging Face Jobs;
+Slurm's batch script of a target: `launch/run.sh TARGET` on every node by srun, its data prepared once.
 
 Each file asks for the plan's cards, nodes and host memory, installs with `launch/run.sh install TARGET` and starts
 `launch/run.sh TARGET` on every node. A card is called what the scheduler's own catalogue calls it; one that it does not
@@ -22,14 +23,16 @@ from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.core.units import GIB
-from planner.frameworks.exporters import slurm
-from planner.frameworks.exporters.gated import gate_of, on_hub
-from planner.frameworks.exporters.slurm import CPUS_PER_GPU
+from planner.frameworks.exporters.install import gate_of, on_hub
 from planner.frameworks.exporters.text import comments, header
 from planner.frameworks.exporters.types import ExportRequest, Launch, LaunchFile
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines.host import host_bytes_per_node
 
+SLURM, SLURM_NAME = "slurm", "slurm.sbatch"
+CPUS_PER_GPU = 7
+"""Cores asked for beside each GPU: data loading and the process itself; a request, for people to change. LUMI-G gives a
+job 56 of its nodes' 64."""
 PORT = 29500
 HOST_GIB_PER_GPU = 16
 """Host memory asked for beside each GPU, for loading and the process itself; what is offloaded comes on top. A request,
@@ -94,10 +97,10 @@ def check(names: Sequence[str], gpu: GpuSpec, num_gpus: int, num_nodes: int) -> 
         UsageError: an unknown scheduler, or a card or a number of nodes that it does not have.
     """
     for name in names:
-        if name == slurm.SCHEDULER:  # the cluster's own people call its cards as they like
+        if name == SLURM:  # the cluster's own people call its cards as they like
             continue
         if name not in SCHEDULERS:
-            choices = ", ".join((slurm.SCHEDULER, *SCHEDULERS))
+            choices = ", ".join((SLURM, *SCHEDULERS))
             raise UsageError(f"--job must be one of {choices}; got {name!r}", hint="--job skypilot")
         scheduler = SCHEDULERS[name]
         if num_nodes > 1 and not scheduler.several_nodes:
@@ -117,6 +120,50 @@ def check(names: Sequence[str], gpu: GpuSpec, num_gpus: int, num_nodes: int) -> 
         )
 
 
+def slurm_file(launch: Launch, request: ExportRequest) -> LaunchFile:
+    """`sbatch FILE` from the directory that holds `launch/`.
+
+    A job that is preempted, or whose node fails, is queued again (--requeue) and goes on from its last checkpoint, as
+    run.sh does; its log is continued.
+    """
+    path, environment = f"{launch.target}/{SLURM_NAME}", f".venv-{launch.target}"
+    prepare = [
+        f'if [ -d {environment} ]; then export PATH="$PWD/{environment}/bin:$PATH"; fi  # of run.sh install',
+        launch.prepare,
+    ]
+    head = header(
+        request,
+        f"Slurm job for the {launch.target} target",
+        f"sbatch launch/{path}",
+        dict(launch.validated_with),
+        notes=(
+            "your cluster may want more: add #SBATCH lines for partition, account, time and memory.",
+            f"for nodes without internet: bash launch/run.sh fetch {launch.target} on the login node, with HF_HOME "
+            "where all nodes see it; then HF_HUB_OFFLINE=1 in front of sbatch.",
+        ),
+    )
+    lines = [
+        f"#SBATCH --job-name=finetune-{launch.target}",
+        f"#SBATCH --nodes={request.num_nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={request.job_gpus_per_node}",
+        f"#SBATCH --cpus-per-task={CPUS_PER_GPU * request.gpus_per_node}",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --output=%x-%j.log",
+        "",
+        "set -euo pipefail",
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
+        "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # jobs that share a node do not meet",
+        "export MASTER_ADDR MASTER_PORT",
+        'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun no longer takes it over from sbatch',
+        *(prepare if launch.prepare else []),
+        "export PREPARED=1  # for run.sh, on every node",
+        f"srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID bash launch/run.sh {launch.target}'",
+    ]
+    return LaunchFile(path=path, text="#!/bin/bash\n" + comments(head) + "\n" + "\n".join(lines) + "\n")
+
+
 def job_files(names: Sequence[str], launch: Launch, request: ExportRequest) -> dict[str, LaunchFile]:
     """The job files that start one target, by the commands that submit them.
 
@@ -127,7 +174,7 @@ def job_files(names: Sequence[str], launch: Launch, request: ExportRequest) -> d
         raise UsageError("a job file needs a GPU", hint="plan with --gpu")
     check(names, request.gpu, request.job_gpus_per_node * request.num_nodes, request.num_nodes)
     by_command = {}
-    for scheduler in [SCHEDULERS[name] for name in dict.fromkeys(names) if name != slurm.SCHEDULER]:
+    for scheduler in [SCHEDULERS[name] for name in dict.fromkeys(names) if name != SLURM]:
         card = scheduler.card(request.gpu, request.job_gpus_per_node)
         # What lies on this machine's disk and does not travel with the job.
         local = [request.dataset.path] if request.dataset is not None and request.dataset.local else []
