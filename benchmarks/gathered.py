@@ -209,25 +209,24 @@ def small_and_eager(row: MeasuredRow) -> bool:
     steps alone."""
     if row.setup is None or row.setup.compile or row.setup.method != "full" or row.tokens_per_s is None:
         return False
-    return (
-        not otherwise(row, "tokens_per_s")
-        and row.comparable("tokens_per_s")
-        and row.model_and_gpu()[0].num_params < SMALL
-    )
+    return row.comparable("tokens_per_s") and row.model_and_gpu()[0].num_params < SMALL
 
 
 def _kinds(ratios: Looks) -> list[str]:
-    """What the issue's kinds of runs err by, sources taken together."""
+    """What the issue's kinds of runs err by, sources taken together, but for figures that hold what no setup says."""
     lines = []
     small = [row for row in rows() if small_and_eager(row)]
     compiled = [row for row in rows() if row.setup is not None and row.setup.compile]
+    several = [row for row in compiled if row.num_gpus > 1]
     for name, members, metrics in (
         ("Models below 0.5 B parameters, eager, steps timed alone", small, METRICS[3:]),
-        ("torch.compile", compiled, METRICS),
+        ("torch.compile, one GPU", [row for row in compiled if row.num_gpus == 1], METRICS),
+        ("torch.compile, several GPUs over links of unknown speed", several, METRICS[3:]),
     ):
         for what in metrics:
-            config_ratios = _configs(members, ratios, what)
-            held_out = _configs([row for row in members if kept_out(row)], ratios, what)
+            same = [row for row in members if not otherwise(row, what)]
+            config_ratios = _configs(same, ratios, what)
+            held_out = _configs([row for row in same if kept_out(row)], ratios, what)
             if config_ratios:
                 number = f"{len(config_ratios)} configurations, kept out {_share(held_out)} of {len(held_out)}"
                 lines.append(f"- {name}, {NAMES.get(what, what)}: {_share(config_ratios)} of {number}")

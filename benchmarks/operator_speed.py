@@ -75,8 +75,8 @@ The rows' shares of the rates were read off these profiles, whatever the model.
   index_put 0.01, unpacking and copies); none are counted, real weights have a handful.
 - The host is the class of machine that was measured, a rented virtual one. A bare server's CPU is up to twice as fast
   (a B200's published runs at 512 tokens); the band says what 30 % do.
-- Copies between devices and the host, `torch.compile`, generation and several GPUs are not priced: there the formula's
-  speed stands.
+- What a setup keeps on the host, `torch.compile`, generation and several GPUs are not priced: there the formula's speed
+  stands.
 - Host-bound steps wander: the H200's QLoRA with eager kernels took 1.23 (the first, which warms up), 1.37, 1.42 and
   1.67 s, its LoRA with Liger's 1.99, 1.85 and 1.77. The H100's, beside the other process, are slower than the same
   on the H200.

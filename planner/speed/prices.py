@@ -13,8 +13,12 @@ from typing import NamedTuple
 from planner.speed.operators import WAIT, Layout, Operator
 from planner.speed.rates import MATRIX_TILE, CardRates
 
-PARTS = ("matrix", "adapters", "attention", "elementwise", "dequantization", "loss", "optimizer", "host", "trainer")
-"""Where a step's time goes; host: what the device waits for it; trainer: what the loop does between steps."""
+PARTS = (
+    "matrix", "adapters", "attention", "elementwise", "dequantization", "loss", "optimizer", "copies", "host",
+    "trainer",
+)  # fmt: skip
+"""Where a step's time goes; copies: between host and device; host: what the device waits for it; trainer: what the
+loop does between steps."""
 
 
 class Price(NamedTuple):
@@ -130,9 +134,30 @@ def _filled(call: Operator, rates: CardRates) -> Price:
     return Price(moved_s(_bytes(call.outputs[:1] or call.inputs[:1]), rates, 1.05), "elementwise")
 
 
+def _picked(call: Operator, rates: CardRates) -> Price:
+    """The loss of a token reads one of its vocabulary's values."""
+    return Price(moved_s(_bytes(call.inputs[-1:]), rates), "elementwise")
+
+
+def _placed(call: Operator, rates: CardRates) -> Price:
+    """The gradient of a part: zeros for the whole, then what is known goes into its place, element by element.
+
+    Source: PyTorch 2.13 `aten/src/ATen/native/TensorShape.cpp` slice_backward, `cuda/NLLLoss2d.cu`.
+    """
+    part, filled = call.inputs[0], _filled(call, rates).seconds
+    copied = max(moved_s(2 * part.size_bytes, rates), rates.launch_s + part.numel / rates.single_elements)
+    return Price(filled + copied, "elementwise", 2)
+
+
 def _reduced(call: Operator, rates: CardRates) -> Price:
     """Sums and means (H100: 2.4 of 3.05 TB/s over 4,096 columns, 1.8 over 128)."""
     source = call.inputs[0]
+    if call.name.startswith("aten.sum") and source.dtype in ("bool", "int32") and call.outputs[0].dtype == "int64":
+        # cast as a whole first (PyTorch `ReduceOpsUtils.h` make_reduction; T4: 25 million bools 1,144 + 739 us)
+        whole = Layout(source.shape, source.stride, "int64")
+        cast = _elementwise(Operator("aten._to_copy", (source,), (whole,)), rates)
+        summed = _reduced(call._replace(inputs=(whole,)), rates)
+        return Price(cast.seconds + summed.seconds, "elementwise", 2)
     narrow = source.shape and source.shape[-1] <= 256
     by_column = bool(call.outputs) and call.outputs[0].shape[-1:] == source.shape[-1:] != (1,)
     seconds = moved_s(_bytes(call.inputs) + _bytes(call.outputs), rates, 0.6 if narrow else 0.8)
@@ -207,7 +232,7 @@ def _attended(backward: bool, kernel: str) -> Row:
         seqs, heads, rows, head = query.shape
         columns = whole = key.shape[2]
         masked = any(layout.shape[-2:] == (rows, columns) for layout in call.inputs)
-        rate = rates.attention(kernel, head, masked=masked)
+        rate = rates.attention(kernel, head, masked=masked, dtype=query.dtype)
         causal = not masked and _is_causal(call, backward, kernel)
         if rates.sample_tokens and not masked:
             columns = min(columns, rates.sample_tokens)
@@ -343,6 +368,8 @@ VIEWS = frozenset(
         "_unsafe_view",
         "resize_",
         "set_",
+        "to_host_pinned_aside",
+        "to_device_pinned_aside",
     }
 )
 """Operators that run nothing on the device; those that only give another view of a tensor are told apart by the run."""
@@ -368,6 +395,20 @@ def _chunked(per_sm: float, chunk_s: float = 0.0) -> Row:
 
 
 _FLA_BYTES_PER_SM = 16e9
+
+
+def _over_pcie(pageable_bytes_per_s: float = 0.0) -> Row:
+    """A copy between host and device; what is not pinned goes through a buffer that the host's CPU fills.
+
+    Measured (H100, benchmarks/data/h100/prices.jsonl): pinned 54.7 GB/s of 64 either way and 10 microseconds more;
+    pageable 16.9 GB/s to the device, 13.5 to the host.
+    """
+
+    def price(call: Operator, rates: CardRates) -> Price:
+        rate = min(rates.pcie, pageable_bytes_per_s or rates.pcie)
+        return Price(10e-6 + _bytes(call.inputs) / rate, "copies")
+
+    return price
 
 
 ROWS: dict[str, Row] = {
@@ -420,6 +461,11 @@ ROWS: dict[str, Row] = {
     "aten.native_layer_norm_backward": _moved(0.5),
     "aten.native_dropout": _moved(0.75),
     "aten.native_dropout_backward": _moved(0.8),
+    "aten.nll_loss_forward": _picked,
+    **dict.fromkeys(("aten.nll_loss_backward", "aten.slice_backward", "aten.select_backward"), _placed),
+    "aten.linalg_solve_triangular": _moved(0.155),
+    "aten.convolution": _moved(0.28),
+    "aten.convolution_backward": _moved(0.34),
     "aten.embedding": _indexed,
     "aten.index_select": _indexed,
     "aten.index": _indexed,
@@ -435,6 +481,9 @@ ROWS: dict[str, Row] = {
     "bitsandbytes.int8_mm_dequant": _moved(0.9),
     "bitsandbytes.optimizer_update_8bit_blockwise": _optimizer_8bit,
     "bitsandbytes.optimizer_update_32bit": _moved(0.37, "optimizer"),
+    **dict.fromkeys(("pcie.to_device_pinned", "pcie.to_host_pinned"), _over_pcie()),
+    **dict.fromkeys(("pcie.to_device", "pcie.to_device_aside"), _over_pcie(16.9e9)),
+    **dict.fromkeys(("pcie.to_host", "pcie.to_host_aside"), _over_pcie(13.5e9)),
     # kernels that are launched from Python, by the names of their functions
     "fla.l2norm_fwd": _moved(0.9, "attention"),
     "fla.l2norm_bwd": _moved(0.9, "attention"),
@@ -477,7 +526,9 @@ def price(call: Operator, rates: CardRates) -> Price:
     name = rest.partition(".")[0]
     if not launches(call.name, sized=bool(call.inputs or call.outputs)):
         return FREE
-    row = ROWS.get(f"{space}.{name}") or (_foreach if name.startswith("_foreach") else _LAUNCHED.get(space))
+    row = ROWS.get(f"{space}.{name}") or (
+        _foreach if name.startswith(("_foreach", "_amp_foreach")) else _LAUNCHED.get(space)
+    )
     return (row or _elementwise)(call, rates)
 
 

@@ -59,6 +59,9 @@ since 2.1: 256 x 4,096 tokens of 16 heads of 64 in 689 ms, 2 x 4,096 of 8 heads 
 (github.com/NVIDIA/cutlass/pull/992, "v3"; which card is not said: its "v2" takes what the A100 of pull 557 does, within
 7 %); 256 wide 16 x 512 tokens in 8.28 ms, the older kernel (pull 587).
 """
+EFFICIENT_ON_TURING = {64: AttentionRate(0.243, 0, 0.187, 0)}
+"""Measured: a T4 (`attention_sweep.json` of `COPY_SHARE`'s source): what 8,192 tokens of 12 heads of 64 in 12 layers
+take beyond four times 2,048, forward 100 ms, backward 326."""
 MASKED = {
     64: AttentionRate(0.32, 0, 0.34, 0),
     128: AttentionRate(0.4, 0, 0.35, 0),
@@ -68,8 +71,10 @@ MASKED = {
 FLASH_ELSEWHERE = AttentionRate(0.73, 0, 0.61, 0)
 """Where no kernel was read by itself: what the formula's published runs say (`attention_forward_share` and
 `attention_backward_share` of planner/data/calibration.json times its `training_share`)."""
-SINGLE_ELEMENTS_PER_SM = 2.6e9
-"""Measured: 292 to 370e9 elements a second on the 132 multiprocessors of an H100 (profiles.jsonl.gz)."""
+SINGLE_ELEMENTS_PER_SM = {"t4": 1.25e9}
+DEFAULT_SINGLE_ELEMENTS_PER_SM = 2.6e9
+"""Measured: 292 to 370e9 elements a second on the 132 multiprocessors of an H100 (profiles.jsonl.gz); T4 42 to 53e9
+on 40 (`where`, `sub`, `eq` of 25 million 16-bit elements, the trace of `COPY_SHARE`)."""
 MATRIX_TILE = 128 * 256
 
 
@@ -78,6 +83,7 @@ class CardRates:
     """Rates of one card.
 
     Attributes:
+        gpu: the card.
         matrix: type -> flops per second of a large matrix.
         copy: bytes per second that a large elementwise kernel reads and writes.
         launch_s: least time of a kernel on the device.
@@ -86,6 +92,7 @@ class CardRates:
         sample_tokens: tokens of a sample where several lie packed in one row and attention keeps them apart, else 0.
     """
 
+    gpu: GpuSpec
     matrix: dict[str, float]
     copy: float
     l2_bytes: int
@@ -93,19 +100,29 @@ class CardRates:
     launch_s: float
     single_elements: float
     start_up_columns: float
-    hopper: bool
     cudnn: bool
     sample_tokens: int = 0
 
-    def attention(self, kernel: str, head_size: int, *, masked: bool = False) -> AttentionRate:
+    @property
+    def pcie(self) -> float:
+        """Bytes per second of a pinned copy between host and device."""
+        from planner.hardware.cluster import host_link  # late: few programs copy
+
+        return host_link(self.gpu).bytes_per_s * load_calibration().layout_constants.host_copy_share
+
+    def attention(self, kernel: str, head_size: int, *, masked: bool = False, dtype: str = "bfloat16") -> AttentionRate:
         """Of the kernel ("flash", "efficient") that PyTorch would choose without cuDNN; on Hopper SDPA takes cuDNN's
         for either, but for more than the efficient kernel's masks."""
+        hopper = self.gpu.arch == "Hopper"
         size = 64 if head_size <= 64 else 128 if head_size <= 128 else 256
-        if kernel == "efficient" and masked and self.cudnn and self.hopper:
+        if kernel == "efficient" and masked and self.cudnn and hopper:
             return MASKED[size]
+        on_turing = self.gpu.arch == "Turing" and dtype == "float16"
+        if kernel == "efficient" and on_turing and size in EFFICIENT_ON_TURING:
+            return EFFICIENT_ON_TURING[size]
         if kernel == "efficient":
-            return (EFFICIENT_ON_HOPPER if self.hopper or self.cudnn else EFFICIENT_ELSEWHERE)[size]
-        if not self.hopper:
+            return (EFFICIENT_ON_HOPPER if hopper or self.cudnn else EFFICIENT_ELSEWHERE)[size]
+        if not hopper:
             return FLASH_ELSEWHERE
         return (CUDNN if self.cudnn else FLASH_ON_HOPPER)[size]
 
@@ -141,6 +158,7 @@ def card_rates(
     nominal, slower = gpu.fp16_flops_per_s or matrix["float16"], calibration.constants_for(gpu).card_scale
     matrix = {name: rate / slower for name, rate in matrix.items()}
     return CardRates(
+        gpu=gpu,
         matrix=matrix,
         start_up_columns=_START_UP_COLUMNS * nominal / (gpu.sm_count or 100) / _H100_RATE_PER_SM,
         sample_tokens=sample_tokens,
@@ -148,15 +166,15 @@ def card_rates(
         l2_bytes=gpu.l2_bytes or DEFAULT_L2_BYTES,
         sms=gpu.sm_count or 100,
         launch_s=1.3e-6,
-        single_elements=SINGLE_ELEMENTS_PER_SM * (gpu.sm_count or 100),
-        hopper=gpu.arch == "Hopper",
+        single_elements=SINGLE_ELEMENTS_PER_SM.get(gpu.key, DEFAULT_SINGLE_ELEMENTS_PER_SM) * (gpu.sm_count or 100),
         cudnn=takes_cudnn(gpu, attention),
     )
 
 
 COMPARED = frozenset({"h100-sxm", "h200", "a100-80gb", "a100-40gb", "l40"})
 """Cards on which runs were held against these prices (docs/accuracy/operators.md), and the A100 with half the memory,
-which is the same chip. On an RTX 4080 eleven loops were traced 2 to 36 % too fast (docs/accuracy/trace-speeds.md)."""
+which is the same chip. On an RTX 4080 eleven loops were traced 1 to 30 % too fast, on a T4 a model of somebody's
+own 10 % too slow to 13 % too fast (docs/accuracy/trace-speeds.md)."""
 
 
 def card_band(gpu: GpuSpec) -> float:

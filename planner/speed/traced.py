@@ -11,7 +11,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.speed.host import host_of, issued_s
 from planner.speed.operators import ISSUERS, TRAINER, Program, program_of
 from planner.speed.prices import Price, needed_flops, price
-from planner.speed.rates import card_band, card_rates
+from planner.speed.rates import CardRates, card_band, card_rates
 from planner.speed.roofline.rented import BETWEEN_S, COLLATED_TOKEN_S
 from planner.speed.timeline import Loop, host_notes, run_time
 
@@ -63,7 +63,9 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
         flops += 0.0 if call % _NUM == _RECOMPUTE else count * needed_flops(operator)
     tokens = _tokens(program, times)
     trained = any(operator.name.startswith(TRAINER) for operator in program.operators)
-    step_s = run.step_s + (BETWEEN_S + COLLATED_TOKEN_S * tokens if trained else 0.0)
+    behind_s = max(0.0, _aside_s(program, times, rates) - run.step_s)
+    between = BETWEEN_S + COLLATED_TOKEN_S * tokens if trained else 0.0
+    step_s = run.step_s + behind_s + between
     nominal = gpu.bf16_flops_per_s or gpu.fp16_flops_per_s or gpu.fp32_flops_per_s or 0.0
     prices = [price(operator, rates) for operator in program.operators]
     return TracedSpeed(
@@ -71,7 +73,7 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
         tokens_per_s=tokens / step_s if tokens else None,
         mfu_fraction=flops / step_s / nominal if nominal else 0.0,
         band_fraction=max(run.band_fraction, card_band(gpu)),
-        parts_s={**run.parts_s, "trainer": step_s - run.step_s},
+        parts_s={**run.parts_s, "copies": run.parts_s.get("copies", 0.0) + behind_s, "trainer": between},
         phases_s=run.phases_s,
         by_line=_costs(rows, program, prices, lambda line, module: line or "(libraries)"),
         by_module=_costs(
@@ -90,15 +92,30 @@ def _times(program: Program) -> dict[int, int]:
     return counts
 
 
-def _tokens(program: Program, times: Mapping[int, int]) -> float:
-    """Rows that forwards which record a graph look up in the embedding with the most of them: what a reference or a
-    generation reads is not trained on."""
-    rows: dict[tuple[int, ...], float] = defaultdict(float)
+def _aside_s(program: Program, times: Mapping[int, int], rates: CardRates) -> float:
+    """The least that copies on streams of their own take, which run beside all else: those of the fuller direction."""
+    moved: dict[str, float] = defaultdict(float)
     for call, count in times.items():
         operator = program.operators[call // _NUM]
-        if operator.name.startswith("aten.embedding.") and call % _NUM == _FORWARD and len(operator.inputs) > 1:
-            rows[operator.inputs[0].shape] += count * operator.inputs[1].numel
-    return rows[max(rows)] if rows else 0.0
+        if operator.name.startswith("pcie.") and operator.name.endswith("_pinned_aside"):
+            moved[operator.name] += count * operator.inputs[0].size_bytes
+    return max(moved.values()) / rates.pcie if moved else 0.0
+
+
+def _tokens(program: Program, times: Mapping[int, int]) -> float:
+    """Rows that forwards which record a graph look up in the embedding with the most of them, or, where a program has
+    none of PyTorch's, in a matrix by its rows' numbers: what a reference or a generation reads is not trained on."""
+    for name in ("aten.embedding.", "aten.index.Tensor"):
+        rows: dict[tuple[int, ...], float] = defaultdict(float)
+        for call, count in times.items():
+            operator = program.operators[call // _NUM]
+            if operator.name.startswith(name) and call % _NUM == _FORWARD and len(operator.inputs) == 2:
+                table, numbers = operator.inputs
+                if len(table.shape) == 2 and numbers.dtype == "int64":
+                    rows[table.shape] += count * numbers.numel
+        if rows:
+            return rows[max(rows)]
+    return 0.0
 
 
 def _costs(rows: Mapping[str, Any], program: Program, prices: list[Price], name_of: Any) -> tuple[Cost, ...]:

@@ -248,12 +248,17 @@ def _of_streams(phantom: Phantom) -> dict[str, Any]:
                 "a stream of its own was used: on the card its blocks are kept apart from the others, and PyTorch "
                 "reserves more than was found here"
             )
-        return stream or _current
+        return phantom.issued.on_stream() if stream not in (None, _current) else _current
+
+    def synchronized(device: Any = None) -> None:
+        phantom.issued.waited()
 
     return {
-        **dict.fromkeys(("synchronize", "_sleep"), nothing),
+        "_sleep": nothing,
+        "synchronize": synchronized,
         **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: _current),
-        **dict.fromkeys(("stream", "set_stream"), entered),
+        "stream": entered,
+        "set_stream": nothing,
         **dict.fromkeys(("Stream", "StreamContext"), Stream),
         "Event": Event,
         "is_current_stream_capturing": lambda: False,

@@ -1,6 +1,7 @@
 """What a traced program issues: its operators, launches, module calls and waits, by line and module, step by step."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ class Issued(OperatorLog):
         places: of each call what it belongs to, as numbers of `names`.
         names: (line of the program, module).
         steps: (optimizer, place at which its step began, place at which it ended).
+        aside: whether calls go to another stream than the model's.
         repeats: (place at which a micro-batch was left out, beginning and end of the one that it repeats).
     """
 
@@ -36,6 +38,7 @@ class Issued(OperatorLog):
         self.names: dict[tuple[str, str], int] = {}
         self.steps: list[tuple[int, int, int]] = []
         self.repeats: list[tuple[int, int, int]] = []
+        self.aside = False
         self._op_names: dict[int, str] = {}
         self._training = -1  # place at which the first module ran in training
         self._stepping = 0
@@ -62,6 +65,22 @@ class Issued(OperatorLog):
     def waited(self) -> None:
         if self._training >= 0:
             self.launched(WAIT, (), ())
+
+    def travelled(self, tensor: torch.Tensor, *, to_host: bool, is_pinned: bool, waits: bool) -> None:
+        """A copy between host and device; `waits`: the host does until it is done."""
+        name = f"pcie.{'to_host' if to_host else 'to_device'}{'_pinned' * is_pinned}{'_aside' * self.aside}"
+        self.launched(name, (tensor,), ())
+        if waits:
+            self.waited()
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Within it calls go to a stream of their own."""
+        self.aside = True
+        try:
+            yield
+        finally:
+            self.aside = False
 
     def launch(self, name: str, arguments: Sequence[Any]) -> None:
         if self._training >= 0:
@@ -114,7 +133,7 @@ class Issued(OperatorLog):
 
     def rows(self) -> "Mapping[str, Any] | None":
         """The last whole step as a program in plain lists, with the place of every call; None where none ended."""
-        if not self.steps:
+        if not self.steps or not 0 <= self._training < self.steps[-1][-1]:
             return None
         optimizer, stepping, end = self.steps[-1]
         earlier = [earlier_step for earlier_step in self.steps[:-1] if earlier_step[0] == optimizer]

@@ -20,7 +20,7 @@ from probes.dryrun.kernels import KernelLog
 from probes.dryrun.tracker import Temporaries, adds_in_place
 from probes.patching import nothing
 from probes.phantom.card import Card, TraceOptions
-from probes.phantom.claims import CPU, CUDA, META, Claims, pinned, truly_meta
+from probes.phantom.claims import CPU, CUDA, META, Claims, pinned, says_pinned, truly_meta
 from probes.phantom.issued import Issued
 from probes.phantom.memory import CardMemory
 from probes.phantom.origins import Origins
@@ -189,7 +189,7 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         if func is _ITEM:
             return self._item(args[0])
         if func is _COPY:
-            return self.values.copied(*args[:2])
+            return self._copied(args, kwargs)
         if func is _TO_COPY and kind == "cpu":
             return self._to_host(args[0], kwargs)
         target = self._target(kind, metas, func)
@@ -212,9 +212,26 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             self._follow(out, target, func)
         for release in releases:
             release()
-        if target is CUDA:
+        if func is _TO_COPY and kind == "cuda" and not self._on_card(args[0]):
+            is_pinned = says_pinned(args[0])
+            waits = not (is_pinned and kwargs.get("non_blocking"))
+            self.issued.travelled(out, to_host=False, is_pinned=is_pinned, waits=waits)
+        elif target is CUDA:
             self.issued.ran(func, args, kwargs, out, self._remembered)
         return out
+
+    def _copied(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`destination.copy_(source)`, in one memory or between two."""
+        destination, source = args[:2]
+        arrives, leaves = self._on_card(destination), self._on_card(source)
+        if arrives and leaves:
+            self._remembered.number = None
+            self.issued.ran(_COPY, args[:2], {}, destination, self._remembered)
+        elif arrives or leaves:
+            is_pinned = says_pinned(source if arrives else destination)
+            asynchronous = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+            self.issued.travelled(source, to_host=leaves, is_pinned=is_pinned, waits=not (is_pinned and asynchronous))
+        return self.values.copied(destination, source)
 
     def _target(self, kind: str, metas: list[torch.Tensor], func: Any) -> torch.device | None:
         """Where an operator's new storages lie; None: on meta, as the program asked for."""
@@ -253,8 +270,9 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
     def _to_host(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """A copy on the CPU: real where the values are known or few."""
         dtype = kwargs.get("dtype") or tensor.dtype
-        if self._on_card(tensor) and not kwargs.get("non_blocking"):
-            self.issued.waited()
+        if self._on_card(tensor):
+            asynchronous = bool(kwargs.get("non_blocking"))  # PyTorch then makes the copy in pinned memory
+            self.issued.travelled(tensor, to_host=True, is_pinned=asynchronous, waits=not asynchronous)
         values = self.values.real(tensor)
         on_host = self.claims.devices.get(tensor.untyped_storage()._cdata) is CPU
         if values is not None and not on_host:
@@ -269,6 +287,8 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
         return torch.full(tensor.shape, answer(tensor.dtype, uniform), dtype=dtype, device=CPU)
 
     def _on_card(self, tensor: torch.Tensor) -> bool:
+        if not truly_meta(tensor):
+            return False
         return self.claims.devices.get(tensor.untyped_storage()._cdata) is CUDA
 
     def _item(self, tensor: torch.Tensor) -> Any:

@@ -121,6 +121,38 @@ def test_the_efficient_kernel_costs_what_xformers_took_on_an_a100(
     assert 1e6 * alone == pytest.approx(us, rel=0.12)
 
 
+T4_SCORES, T4_ROWS, T4_LOGITS = (2, 12, 1024, 1024), (2, 12, 1024, 1), (2048, 50304)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "output", "us"),
+    [
+        ("sub.Tensor", ((T4_SCORES, "float16"), (T4_ROWS, "float16")), (T4_SCORES, "float16"), 489.5),
+        ("eq.Tensor", ((T4_ROWS, "float16"), (T4_SCORES, "float16")), (T4_SCORES, "bool"), 473.9),
+        ("div.Tensor", ((T4_SCORES, "float32"), (T4_ROWS, "float32")), (T4_SCORES, "float32"), 841.3),
+        ("_to_copy.default", ((T4_SCORES, "float16"),), (T4_SCORES, "float32"), 696.8),
+        ("sum.dim_IntList", ((T4_SCORES, "bool"),), (T4_ROWS, "int64"), 1144.0 + 738.7),
+        ("nll_loss_backward.default", (((), "float32"), (T4_LOGITS, "float32")), (T4_LOGITS, "float32"), 1765.9),
+        ("_log_softmax_backward_data.default", ((T4_LOGITS, "float16"),) * 2, (T4_LOGITS, "float16"), 3297.1),
+        ("mm.default", (((2048, 768), "float16"), ((768, 50304), "float16")), (T4_LOGITS, "float16"), 4263.9),
+        (
+            "bmm.default",
+            (((24, 1024, 64), "float16"), ((24, 64, 1024), "float16")),
+            ((24, 1024, 1024), "float16"),
+            324.8,
+        ),
+        ("_amp_foreach_non_finite_check_and_unscale_.default", (((162_220_800,), "float32"),), None, 5638.8),
+    ],
+)
+def test_kernels_of_a_t4_cost_what_they_took(
+    name: str, inputs: tuple[tuple[tuple[int, ...], str], ...], output: tuple[tuple[int, ...], str] | None, us: float
+) -> None:
+    """The trace of `planner.speed.rates` COPY_SHARE; of multi-tensor ones both launches, of a sum its cast."""
+    outputs = (layout(*output[0], dtype=output[1]),) if output else ()
+    call = Operator(f"aten.{name}", tuple(layout(*shape, dtype=dtype) for shape, dtype in inputs), outputs, (), 99)
+    assert 1e6 * price(call, card_rates(find_gpu("t4"))).seconds == pytest.approx(us, rel=0.3)
+
+
 def test_every_row_is_an_operator_with_a_price() -> None:
     matrix = layout(256, 256)
     for name in ROWS:

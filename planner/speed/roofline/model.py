@@ -55,6 +55,9 @@ _FLASH_BACKWARD = 2.5  # five matmuls for the forward's two
 EFFICIENT = 0.51
 """SDPA's memory-efficient kernel against its flash kernel, for the same products: `planner.speed.rates`
 EFFICIENT_ELSEWHERE beside FLASH_ELSEWHERE, heads of 128."""
+EFFICIENT_ON_TURING = 0.26
+"""The same where it runs Turing's 16-bit instructions: `planner.speed.rates` EFFICIENT_ON_TURING beside this model's
+shares of a T4's matrices (forward 0.27, backward 0.25)."""
 CUDNN_WITH_MASK = 0.48
 """cuDNN's kernel on Hopper with a mask against itself without, for the same products: `planner.speed.rates` MASKED
 beside CUDNN, heads of 128."""
@@ -408,7 +411,8 @@ class SpeedModel:
     def _fused_share(self, spec: AttentionSpec, setup: TrainSetup, kernel: str, dtype: str) -> float:
         """How fast a fused attention is beside SDPA's flash kernel."""
         cudnn = self.conditions.cudnn_attention and takes_cudnn(self.gpu, setup.attention) and dtype != "fp32"
-        share = 1.0 if kernel == "flash" else EFFICIENT
+        on_turing = self.gpu.arch == "Turing" and dtype != "fp32"
+        share = 1.0 if kernel == "flash" else EFFICIENT_ON_TURING if on_turing else EFFICIENT
         if cudnn and max(spec.head_dim, spec.value_head_dim) <= CUDNN_MAX_HEAD_DIM:
             hopper = CUDNN_ON_HOPPER * (CUDNN_WITH_MASK if kernel == "efficient" else 1.0)
             share = hopper if self.gpu.arch == "Hopper" else 1.0

@@ -2,7 +2,7 @@
 
 `planner.speed.host` has host seconds by class of call; a dry run has the calls. Fitted to the dry runs of 140 setups
 of 14 models (full, LoRA, QLoRA; eager and Liger; checkpointing; three losses; three attentions): median 2.6 %, 90th
-8.7 %, worst 17.2 % (benchmarks/host_form.py).
+8.7 %, worst 17.2 % (benchmarks/host_form.py of commit eee725f4).
 """
 
 from typing import NamedTuple

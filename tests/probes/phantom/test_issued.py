@@ -1,6 +1,6 @@
 """What a traced program issues, step by step, and the speed that is made of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 
 from planner.hardware.gpus import find_gpu
 from planner.speed.operators import TRAINER, WAIT, program_of
+from planner.speed.rates import card_rates
 from planner.speed.traced import traced_speed
 from probes.phantom.card import card_of
 from probes.phantom.issued import Issued
@@ -100,7 +101,57 @@ def test_a_look_at_the_loss_is_a_wait(phantom: Phantom) -> None:
     assert sum(call // 5 in waits for call in program.segments[step].calls) == 1
 
 
+def test_copies_between_host_and_card_take_the_links_time(phantom: Phantom) -> None:
+    """What a program carries to the host and back was as quick as within the card, and `copy_` took no time at all; on
+    a stream of its own it goes beside the rest, until the link is what takes longest."""
+    there = torch.zeros(1 << 28, device="cuda")
+    here = torch.empty(1 << 28, pin_memory=True)
+    plain = torch.empty(1 << 28)
+    aside = torch.cuda.Stream()
+
+    def step_s(carry: Callable[[], object]) -> float:
+        model = Net().cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.zeros(SEQS, TOKENS, dtype=torch.int64, device="cuda")).sum().backward()
+            carry()
+            optimizer.step()
+        rows = summary(phantom, "done").program
+        assert rows is not None
+        return traced_speed(rows, GPU).step_time_s
+
+    def carried_aside(times: int) -> None:
+        with torch.cuda.stream(aside):
+            for _ in range(times):
+                here.copy_(there, non_blocking=True)
+
+    base = step_s(lambda: None)
+    link_s = (1 << 30) / card_rates(GPU).pcie
+    assert step_s(lambda: there.copy_(here)) - base == pytest.approx(link_s, rel=0.02)
+    assert step_s(lambda: there.to("cpu")) - base > 3 * link_s
+    assert step_s(lambda: plain.cuda()) - base > 3 * link_s
+    assert 0 < step_s(lambda: there.copy_(there.clone())) - base < 0.2 * link_s
+    assert step_s(lambda: carried_aside(1)) == pytest.approx(max(base, link_s), rel=0.02)
+    assert step_s(lambda: carried_aside(3)) == pytest.approx(3 * link_s, rel=0.02)
+
+
+def test_a_table_without_an_embedding_module_has_tokens(phantom: Phantom) -> None:
+    net = Net().cuda()
+    table = nn.Parameter(net.table.weight)
+    net.table.forward = lambda ids: table[ids]  # type: ignore[method-assign]
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(2):
+        net(torch.zeros(SEQS, TOKENS, dtype=torch.int64, device="cuda")).sum().backward()
+        optimizer.step()
+    speed = traced_speed(summary(phantom, "done").program or {}, GPU)
+    assert speed.tokens_per_s == pytest.approx(SEQS * TOKENS / speed.step_time_s)
+
+
 def test_what_did_not_train_has_no_step(phantom: Phantom) -> None:
+    alone = nn.Parameter(torch.empty(4, device="cuda"))
+    alone.sum().backward()
+    torch.optim.SGD([alone]).step()  # without a module no training is seen to begin
+    assert summary(phantom, "done").program is None
     Net().cuda()(torch.zeros(1, 4, dtype=torch.int64, device="cuda"))
     assert summary(phantom, "done").program is None
 
