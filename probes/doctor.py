@@ -20,6 +20,8 @@ from planner.core.units import GIB, gib
 from planner.hardware.amd import AmdSmi
 from planner.hardware.driver import device_handle, nvml
 from planner.hardware.driver import text as text_of
+from planner.speed.roofline.local import REFERENCE_ISSUE_S
+from planner.speed.roofline.rented import HOST_FASTER, HOST_SLOWER_RENTED
 from probes.gpu.environment import device_status
 from probes.gpu.executors import local_devices
 from probes.gpu.topology import topology
@@ -198,7 +200,7 @@ def ask_torch(run: Callable[..., Any] = subprocess.run) -> dict[str, Any]:
             report.update(answer)
     if problem:
         checks = (
-            ("gpus", "bf16", "expandable", "triton", "nf4", "adam8bit", "flash", "ranks")
+            ("gpus", "bf16", "host", "expandable", "triton", "nf4", "adam8bit", "flash", "ranks")
             if report.get("gpus")
             else ("gpus",)
         )
@@ -213,6 +215,12 @@ def torch_findings(report: dict[str, Any]) -> Iterator[Finding]:
     if report.get("bf16") is not None:
         text = "runs on the hardware" if report["bf16"] else "emulated: slow on this GPU"
         yield _judged("bf16", bool(report["bf16"]), text, "use --precision fp16-mixed or fp16-autocast")
+    if issue_s := report.get("issue_s"):
+        times = issue_s / REFERENCE_ISSUE_S
+        text = f"issues a kernel in {1e6 * issue_s:.1f} microseconds, {times:.2f} times the host that speeds assume"
+        mend = "small models are planned too fast or too slow: plan calibrate --measure teaches the plans this host"
+        usual = 1 / HOST_FASTER <= times <= HOST_SLOWER_RENTED
+        yield _judged("CPU", usual, text, mend, details={"issue_s": issue_s, "host_scale": times})
     yield from _kernel_findings(report, problems)
     if report.get("rocm"):
         grows = bool(report.get("expandable"))

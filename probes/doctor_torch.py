@@ -47,6 +47,15 @@ def bf16() -> dict[str, Any]:
     return {"bf16": bool(torch.cuda.get_device_capability()[0] >= 8)}
 
 
+def host() -> dict[str, Any]:
+    """How long the CPU takes to issue a kernel: it sets the pace of steps with small ones."""
+    import torch
+
+    from probes.gpu.microbench import issue_s
+
+    return {"issue_s": issue_s(torch, "cuda:0")}
+
+
 def expandable() -> dict[str, Any]:
     """Whether the allocator grows its segments when asked to: on some platforms it ignores the setting."""
     import torch
@@ -117,7 +126,7 @@ def ranks() -> dict[str, Any]:
     return {"ranks": backends}
 
 
-NEED_GPU: tuple[Callable[[], dict[str, Any]], ...] = (bf16, expandable, triton, nf4, adam8bit, flash)
+NEED_GPU: tuple[Callable[[], dict[str, Any]], ...] = (bf16, host, expandable, triton, nf4, adam8bit, flash)
 
 
 def tell(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -237,6 +237,9 @@ def sides_of(evidence: Evidence) -> Band | None:
     return Band(evidence.time_band_fraction, evidence.time_band_fraction)
 
 
+HOST_BOUND = "host-bound: "
+"""How a note begins that says how long the GPU waits for the CPU."""
+
 Fit = Literal["fits", "tight", "over"]
 
 
@@ -280,10 +283,13 @@ class Candidate:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What every level that answered says, the highest first; what a lower one knows stays true."""
+        """What every level that answered says, the highest first; what a lower one knows stays true, but for how long
+        the GPU waits."""
         answered = (evidence for _, evidence in reversed(self.levels) if not isinstance(evidence, ProbeFailure))
-        notes = (note for evidence in answered for note in evidence.notes)
-        return tuple(dict.fromkeys(notes))
+        notes: dict[str, str] = {}
+        for note in (note for evidence in answered for note in evidence.notes):
+            notes.setdefault(HOST_BOUND if note.startswith(HOST_BOUND) else note, note)
+        return tuple(notes.values())
 
     @property
     def speed_evidence(self) -> Prediction | Measurement:

@@ -15,6 +15,7 @@ from planner.core.notes import measured
 from planner.core.records import dataclass
 from planner.core.units import percent
 from planner.setup import TrainSetup
+from planner.setup.outcome import HOST_BOUND
 from planner.speed.host import MODULE_S, Host, Named, issued_s
 from planner.speed.operators import ISSUERS, WAIT, Program
 from planner.speed.prices import Price, price
@@ -298,7 +299,7 @@ def host_notes(run: RunTime) -> tuple[str, ...]:
     slower = run.slower_host_s / run.step_s - 1
     return (
         measured(
-            f"host-bound: the GPU waits {percent(waits)} of the step for the CPU to issue {run.num_calls:,} calls a "
+            f"{HOST_BOUND}the GPU waits {percent(waits)} of the step for the CPU to issue {run.num_calls:,} calls a "
             f"micro-batch, so a larger micro-batch is nearly free (a CPU 30 % slower than {run.host} adds "
             f"{percent(slower)})"
         ),

@@ -26,7 +26,7 @@ from probes.dryrun import cache
 from probes.dryrun.helper import reported
 from probes.dryrun.report import DryRunReport
 from probes.dryrun.rows import carried, shorter
-from probes.dryrun.startup import collection_paused
+from probes.dryrun.startup import collection_paused, load_libraries
 
 VERSION = 29
 """Part of the cache key: raise it whenever a figure can change."""
@@ -182,6 +182,7 @@ def report_for_config(
     try:
         with collection_paused():
             # torch is imported here, not before: a cached answer needs none of it.
+            load_libraries()  # before the engine's own modules, which import transformers as a whole
             from probes.dryrun.engine import run_engine
 
             report = run_engine(raw_config, capability, setup, full_depth=full_depth, limit_bytes=limit_bytes)

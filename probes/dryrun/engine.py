@@ -20,7 +20,6 @@ from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.operators import full_program
 from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
 from probes.dryrun.report import DryRunReport
-from probes.dryrun.startup import load_libraries
 from probes.dryrun.trace import Trace, World, trace_run
 from probes.stack.configs import load_config
 from probes.stack.images import deep_layers
@@ -45,7 +44,6 @@ def run_engine(
     def report(plan: DepthPlan, world: World | None = None) -> DryRunReport:
         return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
 
-    load_libraries()
     if setup.pipeline_degree > 1:
         from probes.dryrun.stages import run_stages
 

@@ -48,7 +48,7 @@ def microbenchmark(device: str = "cuda:0", *, budget_s: float = BUDGET_S) -> dic
         "matmul_flops_per_s": {name: max(rates.values()) for name, rates in shapes.items()},
         "matmul_shapes": shapes,
         "copy_bytes_per_s": _copy_rate(torch, device, CPU_COPY_BYTES if on_cpu else COPY_BYTES),
-        "issue_s": _issue_s(torch, device),
+        "issue_s": issue_s(torch, device),
         **_identity(torch, device, on_cpu),
     }
 
@@ -138,7 +138,7 @@ def free_copy_rate(device: str) -> float:
     return _copy_rate(torch, device, COPY_BYTES if on_gpu else CPU_COPY_BYTES)
 
 
-def _issue_s(torch: Any, device: str) -> float:
+def issue_s(torch: Any, device: str) -> float:
     """Host seconds to issue one small kernel: a row of them is issued without waiting, best of a few rows."""
     small = torch.zeros(16, device=device)
     best = float("inf")

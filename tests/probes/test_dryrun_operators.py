@@ -12,6 +12,7 @@ from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.planning.run_speed import run_speed, with_run_speed
 from planner.setup import TrainSetup
+from planner.setup.outcome import HOST_BOUND, Candidate, Fidelity
 from planner.speed.operators import ISSUERS, WAIT, Program
 from probes.dryrun import DryRunReport, dry_run_report
 from tests.planner.helpers import loaded
@@ -75,7 +76,11 @@ def test_a_dry_run_says_how_fast_and_who_waits() -> None:
     prediction = baseline.prediction
     assert prediction.step_time_s is not None
     assert sum(prediction.time_parts_s.values()) == pytest.approx(prediction.step_time_s)
-    assert any("host-bound" in note for note in prediction.notes)  # 512 tokens of a small model: launches, not work
+    # 512 tokens of a small model: launches, not work
+    (note,) = [note for note in prediction.notes if note.startswith(HOST_BOUND)]
+    rougher = replace(prediction, level=Fidelity.FORMULA, notes=(f"{note} and one call more",))
+    levels = Candidate(setup=TrainSetup(seq_len_tokens=512), budget_bytes=1 << 40, formula=rougher, dry_run=prediction)
+    assert [note for note in levels.notes if note.startswith(HOST_BOUND)] == [note]  # estimate said both levels'
     larger = report({**SETUPS["lora, checkpointing, Liger"], "micro_batch_seqs": 4}).prediction
     assert larger.tokens_per_s is not None
     whole = TrainSetup(seq_len_tokens=512, **SETUPS["lora, checkpointing, Liger"], micro_batch_seqs=4096)
