@@ -1,5 +1,6 @@
 """Which kernels the target GPU has and would run: decided once, for formula, speed model, space and notes."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -321,14 +322,52 @@ def handed_mask(model: ModelSpec, setup: TrainSetup, attention: AttentionSpec) -
     return always_masked(model) or masked(setup, attention, masks_packed=masks_packed(model))
 
 
+_AOTRITON = re.compile(r"MI ?[23]\d\d|7900|W7800|9070|R9700|80[56]0S", re.IGNORECASE)
+_EXPERIMENTAL = re.compile(r"RX 7[678]00|W7[567]00|9060", re.IGNORECASE)
+"""Names of AMD's cards for which PyTorch's fused attention is built (gfx90a, 942, 950, 1100, 1151, 1201), and of those
+where it runs under `AOTRITON_SWITCH` alone (gfx1101, 1102, 1200); others (MI100's gfx908, MI50's gfx906) have none.
+
+Source: PyTorch 2.13 `sdp_utils.cpp` check_flash_attention_hardware_support, check_mem_efficient_hardware_support;
+AOTriton 0.12b (2.13's) `v3src/util.cc` string_to_classifier, isArchExperimentallySupported.
+"""
+AOTRITON_SWITCH = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1"
+_XE2 = re.compile(r"\bB\d{2,3}\b")
+"""Intel's cards with SYCL-TLA's flash attention (BMG-G21), since PyTorch 2.11 the one fused kernel there with a
+gradient: 16 bits, no mask, equal heads up to 192 wide.
+
+Source: PyTorch `transformers/xpu/sdp_utils.cpp` can_use_flash_attention; intel/torch-xpu-ops issues 2232, 2390 (with a
+mask 1.66 GB where a fused kernel takes 0.22).
+"""
+XE2_HEAD_DIM = 192
+STAND_INS = {"unfused": (0, 0), "xe2": (0, 2)}
+"""What stands for the compute capability of cards that have none, where the dry run asks which attention runs."""
+
+
 def attention_generation(gpu: GpuSpec) -> str:
     """What of a card decides which attention kernels run: cards of one generation run the same."""
     if gpu.vendor == "Apple":
         return "metal"
+    if gpu.vendor == "Intel":
+        return "xe2" if _XE2.search(gpu.name) else "unfused"
+    if gpu.vendor == "AMD" and not _AOTRITON.search(gpu.name):
+        return "experimental" if _EXPERIMENTAL.search(gpu.name) else "unfused"
     if gpu.arch == "Hopper":
         return "hopper"
     capability = gpu.compute_capability or (8, 0)
     return "before 8.0" if capability < (8, 0) else "small" if capability in _SMALL else "large"
+
+
+def _generation(gpu: GpuSpec, setup: TrainSetup) -> str:
+    """`attention_generation` with the switch of AMD's experimental kernels, which importing Unsloth sets (pull request
+    8821)."""
+    generation = attention_generation(gpu)
+    switched = {"experimental": "large" if setup.stack == "unsloth" else "unfused"}
+    return switched.get(generation, generation)
+
+
+def sdpa_capability(gpu: GpuSpec, setup: TrainSetup) -> tuple[int, int]:
+    """The compute capability by which the dry run chooses attention kernels, A100's for AMD's cards with fused ones."""
+    return gpu.compute_capability or STAND_INS.get(_generation(gpu, setup), (8, 0))
 
 
 def takes_cudnn(gpu: GpuSpec, attention: str) -> bool:
@@ -357,9 +396,9 @@ def attention_kernel(
     grouped-query form, which transformers (from 4.54 on) asks for without a mask and up to 256 wide. Of samples
     that are `uneven` the batch counts that takes the most: padded, or full where that runs the math kernel.
 
-    On Apple's GPUs training always takes the math kernel. Unsloth brings xformers and hands its memory-efficient kernel
-    keys and values repeated to all heads, so that grouped queries run fused on cards without flash attention; Axolotl
-    does where xformers is named (`XFORMERS`).
+    On Apple's GPUs training always takes the math kernel, on some of AMD's and Intel's too (`_AOTRITON`, `_XE2`).
+    Unsloth brings xformers and hands its memory-efficient kernel keys and values repeated to all heads, so that grouped
+    queries run fused on cards without flash attention; Axolotl does where xformers is named (`XFORMERS`).
 
     Source: PyTorch `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (2.9 to 2.13), `_fused_sdp_choice_mps`
     (pytorch pull request 182746: math for every shape); transformers 5.23 `integrations/sdpa_attention.py`,
@@ -379,13 +418,16 @@ def attention_kernel(
     has_sdpa = "sdpa" in model.attentions or (setup.trainer.own_models and not attention.softcap)
     if setup.attention == "eager" or not has_sdpa:
         return "eager"
-    generation = attention_generation(gpu)
-    if generation == "metal":
+    generation = _generation(gpu, setup)
+    if generation in ("metal", "unfused"):
         return "math"
     half, old = qkv_dtype != "fp32", generation == "before 8.0"
     equal_heads = attention.head_dim == attention.value_head_dim
     fused_width = attention.head_dim <= MAX_FUSED_HEAD_DIM
     has_mask = handed_mask(model, setup, attention)
+    if generation == "xe2":
+        taken = half and equal_heads and attention.head_dim <= XE2_HEAD_DIM and not has_mask and not setup.pads
+        return "flash" if taken else "math"
     no_backward = generation == "small" and 192 < attention.head_dim <= 224
     if half and not old and equal_heads and fused_width and not has_mask and not no_backward:
         return "efficient" if setup.pads else "flash"

@@ -7,7 +7,9 @@ from planner.core.notes import measured, risk
 from planner.core.units import gib, percent
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import (
+    AOTRITON_SWITCH,
     Kernel,
+    attention_generation,
     attention_kernel,
     linear_attention_refusal,
     missing_kernels,
@@ -352,6 +354,8 @@ def _unknown_notes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> list[st
         packed = setup.replace_trusted(packing=setup.objective_spec.packs)
         fused = "math" not in attention_kernels(model, gpu, packed) and packs_apart(model, setup.attention)
         way = "; of packed rows it gets a mask, which a fused one takes (--packing)" if fused else ""
+        if attention_generation(gpu) == "experimental":
+            way = f"; {AOTRITON_SWITCH} has PyTorch's fused ones, which it calls experimental on this card"
         notes.append(risk(f"SDPA falls back to its math kernel here ({why}): it keeps tokens x tokens matrices{way}"))
     if gpu.bf16_flops_per_s is None and setup.compute_dtype == "bf16":
         notes.append(risk(f"{gpu.name} has no bf16 units: torch emulates bf16 slowly, fp16 is the better choice"))

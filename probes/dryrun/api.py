@@ -9,6 +9,7 @@ from typing import Any
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.around import between_steps_terms
+from planner.memory.attention_kernels import sdpa_capability
 from planner.memory.model import memory_of
 from planner.memory.rollout import VLLM, generation_terms, resident_vllm
 from planner.memory.states import in_one_memory
@@ -30,7 +31,6 @@ from probes.dryrun.startup import collection_paused, load_libraries
 
 VERSION = 29
 """Part of the cache key: raise it whenever a figure can change."""
-DEFAULT_CAPABILITY = (8, 0)
 WALKS = "probes.dryrun.rows:walks_through_tokens"
 REPORT = "probes.dryrun.api:report_for_config"
 LIKE = "the model's type is unknown to transformers, which cannot build it (--like reads its sizes alone)"
@@ -150,7 +150,7 @@ def _cached_report(
     refusal = APPLE if gpu.vendor == "Apple" else LIKE if model.like else why_no_dry_run(setup)
     if refusal:  # before the cache is asked: an older version may have followed it wrongly
         return _unsupported(refusal)
-    capability, directory, key = gpu.compute_capability or DEFAULT_CAPABILITY, cache.default_directory(), ""
+    capability, directory, key = sdpa_capability(gpu, setup), cache.default_directory(), ""
     if use_cache:
         key = cache.key_of(model.config, capability, setup, own_version=VERSION, options=options)
         if (cached := cache.load(directory, key)) is not None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from planner.core.records import dataclass
+from planner.memory.attention_kernels import STAND_INS, XE2_HEAD_DIM
 from probes.patching import Replacement, replaced
 from probes.stack.autocast import State, cached_cast, without_casts
 
@@ -75,6 +76,8 @@ def choose_sdpa_kernel(call: Attention, capability: tuple[int, int]) -> tuple[st
     `can_use_mem_efficient_attention`, order flash, efficient, math. cuDNN's kernel, which newer builds prefer on Hopper
     and data-centre Blackwell, keeps the same tensors as flash.
     """
+    if capability == STAND_INS["unfused"]:
+        return "math", "no fused kernel is built for this card"
     flash = _flash_refusal(call, capability)
     if not call.enable_gqa and call.query.shape[1] != call.key.shape[1]:
         flash = f"{call.query.shape[1]} heads of queries, {call.key.shape[1]} of keys"
@@ -88,7 +91,8 @@ def choose_sdpa_kernel(call: Attention, capability: tuple[int, int]) -> tuple[st
 
 def _flash_refusal(call: Attention, capability: tuple[int, int]) -> str:
     head = call.query.shape[-1]
-    if capability < (8, 0):
+    xe2 = capability == STAND_INS["xe2"]
+    if capability < (8, 0) and not xe2:
         return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
     if call.query.dtype not in (torch.float16, torch.bfloat16):
         return f"data type {str(call.query.dtype).removeprefix('torch.')}"
@@ -96,8 +100,8 @@ def _flash_refusal(call: Attention, capability: tuple[int, int]) -> str:
         return "an attention mask is given"
     if not head == call.key.shape[-1] == call.value.shape[-1]:
         return f"head sizes differ ({head}, {call.key.shape[-1]}, {call.value.shape[-1]})"
-    if head > 256:
-        return f"head size {head} is above 256"
+    if head > (limit := XE2_HEAD_DIM if xe2 else 256):
+        return f"head size {head} is above {limit}"
     ada = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
     if ada and (192 < head <= 224 or (head > 224 and call.dropout_p > 0)):
         return f"no backward for head size {head} on compute capability {capability[0]}.{capability[1]}"
@@ -105,6 +109,8 @@ def _flash_refusal(call: Attention, capability: tuple[int, int]) -> str:
 
 
 def _efficient_refusal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: tuple[int, int]) -> str:
+    if capability == STAND_INS["xe2"]:
+        return "none is built for this card"
     if query.dtype is torch.bfloat16 and capability < (8, 0):
         return "bf16 needs compute capability 8.0"
     if query.shape[1] != key.shape[1]:
@@ -132,7 +138,8 @@ def sdpa_of(log: KernelLog) -> Any:
 
 def _attended(call: Attention, log: KernelLog) -> torch.Tensor:
     half = call.query.dtype in (torch.float16, torch.bfloat16)
-    if log.xformers and log.capability < (8, 0) and call.attn_mask is None and half:
+    older = (1, 0) <= log.capability < (8, 0)  # NVIDIA's
+    if log.xformers and older and call.attn_mask is None and half:
         heads = call.query.shape[1]
         call = call._replace(key=_to_all_heads(call.key, heads), value=_to_all_heads(call.value, heads))
     query, key, value, mask, dropout, causal, scale, grouped = call

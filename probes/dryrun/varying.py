@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
+from planner.memory.attention_kernels import sdpa_capability
 from planner.models.spec import ModelSpec
 from planner.samples.lengths import OverLengths
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Phase, flat
 from probes.allocator.replay import ReplayResult, replay
-from probes.dryrun.api import DEFAULT_CAPABILITY, overhead_bytes
+from probes.dryrun.api import overhead_bytes
 from probes.dryrun.depths import plan_depth
 from probes.dryrun.engine import full_trace
 from probes.dryrun.startup import collection_paused, load_libraries
@@ -84,7 +85,7 @@ def over_lengths(
     def run(length: int) -> Trace:
         say(f"dry run of the step at {length:,} tokens ...")
         plan = plan_depth(load_config(model.config), checkpointing=setup.checkpointing, full_depth=False)
-        capability = gpu.compute_capability or DEFAULT_CAPABILITY
+        capability = sdpa_capability(gpu, setup)
         return full_trace(plan, capability, setup.replace(seq_len_tokens=length)).flat()
 
     def run_epoch(lengths: Sequence[int], **limit: int) -> ReplayResult:

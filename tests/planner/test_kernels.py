@@ -54,6 +54,16 @@ XFORMERS = {"attention": "xformers", "stack": "axolotl", "packing": True, "preci
         ("meta-llama/llama-3.1-8b", "t4", "fp32", {"stack": "unsloth"}, "math"),
         ("meta-llama/llama-3.1-8b", "t4", "fp16", XFORMERS, "efficient"),
         ("meta-llama/llama-3.1-8b", "a100-80gb", "bf16", {"attention": "eager"}, "eager"),
+        ("meta-llama/llama-3.1-8b", "rx-7900-xtx", "bf16", {}, "flash"),
+        ("meta-llama/llama-3.1-8b", "radeon-8060s", "bf16", {"packing": True}, "efficient"),
+        ("meta-llama/llama-3.1-8b", "mi100", "bf16", {}, "math"),  # none for gfx908
+        ("meta-llama/llama-3.1-8b", "mi100", "bf16", {"stack": "unsloth"}, "math"),
+        ("meta-llama/llama-3.1-8b", "rx-9060-xt-16gb", "bf16", {}, "math"),  # experimental, off without the variable
+        ("meta-llama/llama-3.1-8b", "rx-7800-xt", "bf16", {"stack": "unsloth"}, "flash"),  # which Unsloth sets
+        ("meta-llama/llama-3.1-8b", "arc-a770", "bf16", {}, "math"),
+        ("meta-llama/llama-3.1-8b", "arc-b580", "bf16", {}, "flash"),
+        ("meta-llama/llama-3.1-8b", "arc-b580", "bf16", {"packing": True}, "math"),  # a mask
+        ("meta-llama/llama-3.1-8b", "arc-b580", "fp32", {}, "math"),
         ("meta-llama/llama-3.1-8b", "a100-80gb", "bf16", {"attention": "flash-attention-2"}, "flash"),
         ("google/gemma-2-2b", "a100-80gb", "bf16", {}, "eager"),  # the class has no SDPA path
         ("tiiuae/falcon-7b", "a100-80gb", "bf16", {}, "math"),  # always masked, one key head

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from planner.hardware.gpus import find_gpu  # noqa: E402
-from planner.memory.attention_kernels import attention_kernel  # noqa: E402
+from planner.memory.attention_kernels import STAND_INS, attention_kernel, sdpa_capability  # noqa: E402
 from planner.memory.workspace import workspace_bytes  # noqa: E402
 from planner.models.spec import AttentionSpec  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
@@ -34,6 +34,9 @@ CASES = [
     ("bfloat16", 8, 8, 224, False, 0.0, (8, 9), "efficient"),
     ("bfloat16", 8, 8, 512, False, 0.0, (8, 0), "efficient"),
     ("bfloat16", 8, 8, 36, True, 0.0, (8, 0), "math"),
+    ("bfloat16", 8, 8, 128, False, 0.0, STAND_INS["unfused"], "math"),
+    ("bfloat16", 8, 2, 128, False, 0.0, STAND_INS["xe2"], "flash"),
+    ("bfloat16", 8, 8, 256, False, 0.0, STAND_INS["xe2"], "math"),
 ]
 
 
@@ -146,7 +149,8 @@ def test_the_tracker_is_called_without_a_wrapper_of_the_compiler() -> None:
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEADS = ((8, 8, 64, 64), (8, 2, 128, 128), (16, 16, 192, 128), (8, 8, 256, 256), (4, 4, 320, 320))
-RULE_CASES = list(itertools.product(("t4", "a100-80gb", "rtx-4090", "h100-sxm"), DTYPES, HEADS, (False, True)))
+CARDS = ("t4", "a100-80gb", "rtx-4090", "h100-sxm", "mi100", "rx-9060-xt-16gb", "rx-7900-xtx", "arc-a770", "arc-b580")
+RULE_CASES = list(itertools.product(CARDS, DTYPES, HEADS, (False, True)))
 
 
 def test_kernel_equals_the_dry_runs_choice() -> None:
@@ -158,7 +162,6 @@ def test_kernel_equals_the_dry_runs_choice() -> None:
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, value_head_dim=value_dim
         )
         card = find_gpu(gpu)
-        assert card.compute_capability is not None, case
         # transformers asks for grouped heads (instead of repeating them) without a mask and up to 256 wide
         grouped = num_kv_heads != num_heads and not packing and head_dim <= 256
         kv = num_kv_heads if grouped else num_heads
@@ -167,7 +170,7 @@ def test_kernel_equals_the_dry_runs_choice() -> None:
         value = torch.empty(1, kv, 64, value_dim, dtype=DTYPES[dtype], device="meta")
         mask = torch.empty(1, 1, 64, 64, dtype=torch.bool, device="meta") if packing else None
         wanted, reason = choose_sdpa_kernel(
-            Attention(query, key, value, mask, enable_gqa=True), card.compute_capability
+            Attention(query, key, value, mask, enable_gqa=True), sdpa_capability(card, TrainSetup())
         )
         model = loaded("meta-llama/llama-3.1-8b")
         kernel = attention_kernel(model, TrainSetup(packing=packing), card, spec, dtype)
