@@ -49,7 +49,7 @@ def group_weights(points: Sequence[Point]) -> list[float]:
 
 
 def fit_constants(
-    points: Sequence[Point], start: Calibration, *, names: Sequence[str] = tuple(UNCERTAINTY), max_evaluations: int = 12
+    points: Sequence[Point], start: Calibration, *, names: Sequence[str] = tuple(UNCERTAINTY)
 ) -> Calibration:
     """The start's calibration with its general constants moved to fit the points.
 
@@ -72,7 +72,7 @@ def fit_constants(
             offsets_of=[point.group for point in points],
             offset_noise=GROUP_NOISE,
             step=0.02,
-            max_evaluations=max_evaluations,
+            max_evaluations=12,
         )
     )
 

@@ -61,7 +61,6 @@ class MeasuredRow:
             "memory:" where it is why another run of the setup would not have the figure.
         unmapped_memory: why the memory figure cannot be compared although the speed can.
         allocated_bytes, reserved_bytes: `max_memory_allocated`, `max_memory_reserved`; device_bytes: the driver's peak.
-        reserved_p99_bytes: 99th percentile over steps; loaded_reserved_bytes: reserved after loading.
         tokens_per_s: per GPU. untimed: parts of a step that its time leaves out ("optimizer").
         between_steps_s: of the trainer between two optimizer steps, which `step_time_s` leaves out, where told apart.
         config_id: rows that share it are the same run under other software versions.
@@ -83,7 +82,6 @@ class MeasuredRow:
     config: Mapping[str, Any] | None = field(default=None, hash=False)
     gpu: str | None = None
     gpu_name: str | None = None
-    variant: str | None = None
     setup: TrainSetup | None = None
     speed_seq_len_tokens: int | None = None
     speed_attention: str = ""
@@ -94,19 +92,14 @@ class MeasuredRow:
     inferred: bool = False
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    reserved_p99_bytes: int | None = None
-    loaded_reserved_bytes: int | None = None
     device_bytes: int | None = None
     memory_confidence: str | None = None
     tokens_per_s: float | None = None
     untimed: tuple[str, ...] = ()
     step_time_s: float | None = None
     between_steps_s: float | None = None
-    tokens_counted: str | None = None
     speed_confidence: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
-    len_class: str | None = None
-    avg_seq_len_tokens: float | None = None
     micro_batch_seqs: int | None = None
     seq_len_tokens: int | None = None
 
@@ -188,23 +181,19 @@ def _read(names: tuple[str, ...]) -> tuple[MeasuredRow, ...]:
     return tuple(row_of(values) for name in names for values in rows_of(DATA / name))
 
 
+_FOR_READERS = (
+    "variant", "reserved_p99_bytes", "loaded_reserved_bytes", "tokens_counted", "len_class", "avg_seq_len_tokens",
+)  # fmt: skip
+"""What lines say of a run that nothing here compares."""
+
+
 def row_of(values: dict[str, Any]) -> MeasuredRow:
     """A row from its line."""
     if "setup" in values:
         values["setup"] = setup_from_request({"stack": STACK_OF.get(values["stack"], "trl"), **values["setup"]})
     for name in ("assumed", "differs", "untimed"):
         values[name] = tuple(values.get(name, ()))
-    return MeasuredRow(**values)
-
-
-def newest_versions(rows: Iterable[MeasuredRow]) -> tuple[MeasuredRow, ...]:
-    """One row per configuration: the last one recorded, so that a run repeated ten times counts once."""
-    newest: dict[tuple[str, str], MeasuredRow] = {}
-    for row in rows:
-        key = (row.group, row.config_id)
-        if key not in newest or row.date >= newest[key].date:
-            newest[key] = row
-    return tuple(newest.values())
+    return MeasuredRow(**{name: value for name, value in values.items() if name not in _FOR_READERS})
 
 
 def version_noise(rows: Iterable[MeasuredRow], what: Quantity) -> tuple[float, ...]:

@@ -59,7 +59,7 @@ def log_error(point: LayoutPoint, calibration: Calibration) -> float:
     return log(answer.tokens_per_s / point.speed_setup.num_gpus / point.tokens_per_s)
 
 
-def fit_layout(points: Sequence[LayoutPoint], start: Calibration, *, max_evaluations: int = 10) -> Calibration:
+def fit_layout(points: Sequence[LayoutPoint], start: Calibration) -> Calibration:
     """The start's calibration with its `layout` constants moved to fit the points."""
     if not points:
         return start
@@ -84,7 +84,7 @@ def fit_layout(points: Sequence[LayoutPoint], start: Calibration, *, max_evaluat
             offsets_of=[(point.source, point.gpu.key) for point in points],
             offset_noise=CARD_NOISE,
             step=0.05,
-            max_evaluations=max_evaluations,
+            max_evaluations=10,
         )
     )
 

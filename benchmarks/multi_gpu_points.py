@@ -1,9 +1,7 @@
 """Loads `benchmarks/data/multi_gpu_points.jsonl`: published runs on several GPUs with their cluster and setup."""
 
-import json
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from benchmarks.shared import DATA, rows_of
@@ -17,7 +15,7 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict
 from planner.speed.roofline.types import Conditions
 
-FILE, LEFT_OUT_FILE = DATA / "multi_gpu_points.jsonl", DATA / "multi_gpu_left_out.json"
+FILE = DATA / "multi_gpu_points.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +64,8 @@ class LayoutPoint:
         return name
 
 
-def load_points(file: Path = FILE) -> list[LayoutPoint]:
-    return [_point(row) for row in rows_of(file)]
-
-
-def left_out(file: Path = LEFT_OUT_FILE) -> list[dict[str, Any]]:
-    """What the builder left out: source, reason, rows."""
-    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    return rows
+def load_points() -> list[LayoutPoint]:
+    return [_point(row) for row in rows_of(FILE)]
 
 
 def _point(row: dict[str, Any]) -> LayoutPoint:

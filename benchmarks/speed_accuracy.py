@@ -80,11 +80,6 @@ def splits(points: Sequence[Point]) -> Iterable[tuple[str, str, Callable[[Point]
             yield "model", source, lambda p, s=source, m=model: p.group == s and p.labels["model"] == m
 
 
-def kept_apart(shipped: Calibration) -> dict[str, float]:
-    """The constants that no fit on these points moves."""
-    return {name: shipped.constants[name] for name in SET_APART}
-
-
 def predict_held(points: Sequence[Point], start: Calibration) -> dict[str, list[Held]]:
     """Every held-out prediction by kind of split."""
     answers: dict[str, list[Held]] = defaultdict(list)
@@ -118,13 +113,13 @@ BAND_LEVEL = 0.95
 level was chosen looking at the coverage below: 0.90 held 82 %)."""
 
 
-def weighted_band(predictions: Sequence[Held], coverage: float = BAND_LEVEL) -> float:
-    """The half-width that held `coverage` of the held-out errors, a source of n points counting sqrt(n)."""
+def weighted_band(predictions: Sequence[Held]) -> float:
+    """The half-width that held BAND_LEVEL of the held-out errors, a source of n points counting sqrt(n)."""
     sizes: dict[str, int] = defaultdict(int)
     for prediction in predictions:
         sizes[prediction.point.group] += 1
     ordered = sorted((abs(prediction.error), 1.0 / sqrt(sizes[prediction.point.group])) for prediction in predictions)
-    return exp(passed_at(ordered, coverage)) - 1.0
+    return exp(passed_at(ordered, BAND_LEVEL)) - 1.0
 
 
 def bands_of(predictions: Sequence[Held]) -> dict[str, float]:
@@ -192,7 +187,8 @@ def main() -> None:
     points = load_points()
     # held-out fits start from the stated values, never from constants that have seen these points
     shipped = load_calibration()
-    start = replace(shipped, constants=kept_apart(shipped), date="", bands={}, points={})
+    apart = {name: shipped.constants[name] for name in SET_APART}
+    start = replace(shipped, constants=apart, date="", bands={}, points={})
     answers = predict_held(points, start)
     usable = {kind: [held for held in every if held.point.group not in NOT_FITTED] for kind, every in answers.items()}
     every = [held for predictions in usable.values() for held in predictions]

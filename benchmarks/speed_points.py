@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from benchmarks.shared import DATA, rows_of
@@ -21,8 +20,8 @@ FILE, TREES = DATA / "speed_points.jsonl", DATA / "inline_trees.jsonl.gz"
 """Module trees of the configurations in rows of these files and of multi_gpu_points.jsonl (`tools.build_trees`)."""
 
 
-def load_points(file: Path = FILE) -> list[Point]:
-    return [_point(row) for row in rows_of(file)]
+def load_points() -> list[Point]:
+    return [_point(row) for row in rows_of(FILE)]
 
 
 def _point(row: dict[str, Any]) -> Point:

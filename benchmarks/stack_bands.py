@@ -194,10 +194,10 @@ def _counted(flags: Iterable[tuple[Of, bool]]) -> dict[Of, tuple[int, int]]:
     return counts
 
 
-def by_chance(rows: int, share: float = COVERAGE, level: float = 0.95) -> tuple[int, int]:
+def by_chance(rows: int, share: float = COVERAGE) -> tuple[int, int]:
     """Fewest and most of so many rows that a band holding `share` of all holds in 95 of 100 draws of them: the central
     interval of the binomial distribution. Rows of one campaign are alike, so that truly it is wider."""
-    tail, fewest, most = (1 - level) / 2, 0, rows
+    tail, fewest, most = 0.025, 0, rows
     chances = [math.comb(rows, k) * share**k * (1 - share) ** (rows - k) for k in range(rows + 1)]
     while sum(chances[: fewest + 1]) <= tail:
         fewest += 1

@@ -84,7 +84,7 @@ def search(rounds: int) -> None:
     print(f"median {statistics.median(medians):.1f} ms between two probes; of each search {medians}")
 
 
-def between_probes_ms(num_probes: int = 20) -> list[float]:
+def between_probes_ms() -> list[float]:
     """CPU milliseconds of one search between its probes, which answer at once."""
     from benchmarks.synthetic_gpu import SCENARIOS, SyntheticGpu
     from planner.setup import TrainSetup
@@ -106,7 +106,7 @@ def between_probes_ms(num_probes: int = 20) -> list[float]:
     problem = Problem(candidates=scenario.candidates())
     with tempfile.TemporaryDirectory() as directory:
         # A margin below zero: nothing ever counts as good enough, so that every probe of the budget is made.
-        run_search(problem, evaluate, storage=directory, margin=-0.5, budget=Budget(max_probes=num_probes))
+        run_search(problem, evaluate, storage=directory, margin=-0.5, budget=Budget(max_probes=20))
     return [round(1000 * (after[0] - before[1]), 1) for before, after in itertools.pairwise(at_s)]
 
 

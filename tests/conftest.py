@@ -70,7 +70,7 @@ if hasattr(yaml, "CSafeLoader"):  # thousands of emitted files are read back: th
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from planner.core.children import python_argv  # noqa: E402
-from planner.core.locks import lock, open_lock  # noqa: E402
+from planner.core.locks import lock  # noqa: E402
 from planner.models import module_tree  # noqa: E402
 from tests.warm import programs  # noqa: E402
 
@@ -177,7 +177,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_collection() -> Iterator[None]:
     """The workers of a run collect one after the other: each finds the bytecode that the first one wrote, of a fresh
     checkout's tests and of the libraries, which pip left as they are (test.sh)."""
-    with open_lock(Path(os.environ[HOME_VARIABLE]) / "collecting") as mine:
+    with open(Path(os.environ[HOME_VARIABLE]) / "collecting", "ab") as mine:
         lock(mine.fileno())
         return (yield)
 

@@ -379,9 +379,9 @@ def imports() -> None:
         importlib.import_module(name)
 
 
-def undisturbed(base: Path, storage: str | None = None) -> tuple[Answer, float, int]:
+def undisturbed(base: Path) -> tuple[Answer, float, int]:
     """The answer that nothing disturbed, the seconds until its first probe, and how often it wrote."""
-    search = Search(base / "calm", storage)
+    search = Search(base / "calm")
     start = time.monotonic()
     process = search.start(**{FAULT_AT: "0"})
     search.wait_for("start", 1, process)

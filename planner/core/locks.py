@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 fcntl: ModuleType | None
 try:
@@ -26,19 +26,6 @@ POLL_S = 0.02
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """For `os.open` of a file to be locked: a pipe of that name is not waited for, children do not inherit it."""
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-
-
-def open_lock(path: Path, *, make: bool = True) -> BinaryIO:
-    """A file to be locked, made where it is missing; what is in it stays, and a link of that name is not followed.
-
-    Args:
-        make: False: only to see whether somebody holds it, which those may who cannot write to it.
-
-    Raises:
-        OSError: a link, no permission; missing, where it is not to be made.
-    """
-    flags = (os.O_RDWR | os.O_CREAT if make else os.O_RDONLY) | NO_LINK | OPEN_FLAGS
-    return open(os.open(path, flags, 0o666), "rb+" if make else "rb")
 
 
 @contextmanager

@@ -195,11 +195,14 @@ class LengthChoice:
     reason: str
 
 
+PADDED_SEQS = 4
+"""The micro-batch whose padding is told, and decides on packing."""
+
+
 def choose_length(
     stats: DatasetStats,
     *,
     max_tokens: int | None = None,
-    micro_batch_seqs: int = 4,
     packs: bool = True,
     seq_len_tokens: int | None = None,
     packing: bool | None = None,
@@ -221,14 +224,14 @@ def choose_length(
     length = seq_len_tokens or min(length, max_tokens or length)
     fitted = whole.in_pieces if whole.columns == "text" else whole.answered
     stats = fitted(length)
-    padded = stats.padding_fraction(micro_batch_seqs, length)
+    padded = stats.padding_fraction(PADDED_SEQS, length)
     packed = stats.packing_fraction(length)
     if packing is None:
         packing = packs and padded < 1 - PADDING_LIMIT and packed > padded
     if packing and seq_len_tokens is None and length < stats.lengths_tokens[-1] <= 2 * length:
         length = min(-(-stats.lengths_tokens[-1] // step) * step, max_tokens or 2 * length)
         stats = fitted(length)
-        padded, packed = stats.padding_fraction(micro_batch_seqs, length), stats.packing_fraction(length)
+        padded, packed = stats.padding_fraction(PADDED_SEQS, length), stats.packing_fraction(length)
     unit = "samples" if whole.rows_per_sample == 1 else "rows"
     cut = (
         f"{'split' if whole.columns == 'text' else 'cut'} {whole.cut_fraction(length):.1%} of {whole.num_rows:,} "
@@ -237,7 +240,7 @@ def choose_length(
     )
     if num_lost := whole.num_rows - stats.num_rows if whole.columns != "text" else 0:
         cut += f", {num_lost:,} left out as no answer begins within it"
-    shares = f"{padded:.0%} of a padded batch of {micro_batch_seqs}, {packed:.0%} of packed rows"
+    shares = f"{padded:.0%} of a padded batch of {PADDED_SEQS}, {packed:.0%} of packed rows"
     rows = ceil(trained * (stats.kept_tokens(length) / (packed * length) if packing else stats.num_rows))
     doublings = [1 << power for power in range(len(stats.lengths_tokens).bit_length())]
     return LengthChoice(

@@ -22,7 +22,6 @@ class ReplayResult:
         end_allocated_bytes, end_reserved_bytes: after the last event that was served.
         fits: whether everything was served.
         num_retries: `num_alloc_retries`: each cost a synchronisation and a new cudaMalloc.
-        num_driver_calls: `num_device_alloc`: how often the driver was asked for memory.
     """
 
     peak_allocated_bytes: int
@@ -31,7 +30,6 @@ class ReplayResult:
     end_reserved_bytes: int
     fits: bool
     num_retries: int
-    num_driver_calls: int
 
 
 def replay(
@@ -60,7 +58,6 @@ def replay(
         end_reserved_bytes=allocator.reserved_bytes,
         fits=fits,
         num_retries=allocator.num_retries,
-        num_driver_calls=allocator.num_driver_calls,
     )
 
 

@@ -127,10 +127,10 @@ def _open_lock(name: str) -> int | None:
 
 
 def wait_until_clean(
-    device: str, *, resting_bytes: int | None = None, limit_s: float = CLEAN_WAIT_S, read: ReadStatus = device_status
+    device: str, *, resting_bytes: int | None = None, read: ReadStatus = device_status
 ) -> DeviceStatus | None:
     """The driver's view once no more is in use than at rest, or once what is there has stopped shrinking, at most
-    `limit_s`.
+    CLEAN_WAIT_S.
 
     The driver gives a killed process's memory back a little after the process is gone, its context last. What stays is
     waited for STABLE_S where nothing is known of this device, TEARDOWN_S where it was seen with less.
@@ -139,7 +139,7 @@ def wait_until_clean(
         resting_bytes: what was in use when the device was last found clean.
     """
     stable_s = STABLE_S if resting_bytes is None else TEARDOWN_S
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + CLEAN_WAIT_S
     lowest, since = None, time.monotonic()
     while True:
         status = read(device)

@@ -186,20 +186,20 @@ class SubmititExecutor(Executor):
         EnvironmentProblem: submitit is not installed, or there is no cluster here.
     """
 
+    num_parallel = 8
+
     def __init__(
         self,
         folder: Path,
         *,
         cluster: str | None = None,
         parameters: dict[str, Any] | None = None,
-        num_parallel: int = 8,
         argv: Sequence[str] | None = None,
     ) -> None:
         try:
             import submitit
         except ImportError as error:
             raise EnvironmentProblem("submitit is not installed", hint=install_command("cluster")) from error
-        self.num_parallel = num_parallel
         self._argv = tuple(argv) if argv is not None else None
         os.environ.update(SAFE_PATH)  # submitit's controller and sbatch take this process's environment
         python = shlex.join(python_argv())
@@ -216,7 +216,7 @@ class SubmititExecutor(Executor):
             self._parameters.pop("gpus_per_node")
         self._jobs: list[Any] = []
         self._closing = threading.Event()
-        self._watchers = ThreadPoolExecutor(max_workers=num_parallel, thread_name_prefix="job")
+        self._watchers = ThreadPoolExecutor(max_workers=self.num_parallel, thread_name_prefix="job")
 
     def submit(self, request: ProbeRequest) -> "Future[Outcome]":
         minutes = int(request.limits.time_s // 60) + SETUP_MINUTES

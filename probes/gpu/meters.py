@@ -143,7 +143,7 @@ class CudaMeter:
         self._nvml = nvml_reader(resources, device)
         self.has_nvml = self._nvml is not None and base_used_bytes is not None
         self.rebase()
-        self._retries_before = self._stat("num_alloc_retries")
+        self._retries_before = self._retries()
 
     def mark(self, phase: str, layer: int | None = None) -> None:
         """Allocation happens on the host as operators are enqueued, so no synchronisation is needed here."""
@@ -203,7 +203,7 @@ class CudaMeter:
 
     def flags(self) -> set[str]:
         flags = set(self._flags)
-        if self._stat("num_alloc_retries") > self._retries_before:
+        if self._retries() > self._retries_before:
             flags.add("allocator-retries")
         return flags
 
@@ -213,8 +213,8 @@ class CudaMeter:
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._torch_device))
         torch.cuda.reset_peak_memory_stats(self._torch_device)
 
-    def _stat(self, name: str) -> int:
-        return int(torch.cuda.memory_stats(self._torch_device).get(name, 0))
+    def _retries(self) -> int:
+        return int(torch.cuda.memory_stats(self._torch_device).get("num_alloc_retries", 0))
 
 
 Meter = CpuMeter | CudaMeter

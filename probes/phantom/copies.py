@@ -102,7 +102,7 @@ class Tree:
                     target = os.readlink(entry.path) if entry.is_symlink() else f"/{os.path.abspath(entry.path)}"
                     os.symlink(target, f"{copy}/{entry.name}")
 
-    def plant_all(self, folder: str, small_bytes: int = SMALL_BYTES) -> str:
+    def plant_all(self, folder: str) -> str:
         """Plants a folder and those below, the nearest first, up to some number of entries, and copies small files.
 
         Environments of Python's, which nobody changes, are left out.
@@ -118,7 +118,7 @@ class Tree:
                     continue
                 if entry.is_dir() and not os.path.exists(f"{entry.path}/pyvenv.cfg"):
                     waiting.append(self._folder(entry.path, True) or entry.path)
-                elif entry.is_file() and entry.stat().st_size <= min(small_bytes, left_bytes):
+                elif entry.is_file() and entry.stat().st_size <= min(SMALL_BYTES, left_bytes):
                     left_bytes -= entry.stat().st_size
                     with contextlib.suppress(PermissionError):
                         _take(entry.path, os.readlink(entry.path))

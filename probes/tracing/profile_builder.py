@@ -222,13 +222,10 @@ SHORTEST = 512
 """A span that ends before so many tokens is not run: nobody trains there."""
 
 
-def build_profiles(
-    model: ModelSpec, structures: Mapping[str, tuple[TrainSetup, GpuSpec]] | None = None, *, ranks: bool = False
-) -> tuple[Mapping[str, StepProfile], Mapping[str, str]]:
-    """All profiles that plans of a model ask for, or those of some structures, and why others are missing, by key; for
-    ranks what these compute of them."""
-    builder = ProfileBuilder(model, of_rank=ranks)
-    structures = planned_structures(model) if structures is None else structures
+def build_profiles(model: ModelSpec, *, ranks: bool = False) -> tuple[Mapping[str, StepProfile], Mapping[str, str]]:
+    """All profiles that plans of a model ask for, and why others are missing, by key; for ranks what these compute of
+    them."""
+    builder, structures = ProfileBuilder(model, of_rank=ranks), planned_structures(model)
     return builder.all(of_ranks(model, structures.values()) if ranks else structures), builder.failures
 
 

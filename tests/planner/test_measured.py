@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from benchmarks import gathered, own_runs
-from benchmarks.measured import MeasuredRow, load_rows, newest_versions, own_rows, version_noise
+from benchmarks.measured import MeasuredRow, load_rows, own_rows, version_noise
 from planner.core.units import GIB
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.models import catalogue
@@ -81,9 +81,9 @@ def test_fms_full_fine_tuning_is_five_copies_of_the_weights() -> None:
     """Golden: Mistral-7B (7,241,732,096 parameters, 13.49 GiB in bf16) peaks at 67.46 GiB whatever the micro-batch."""
     rows = [row for row in SINGLE if row.group == "fms_acceleration" and row.comparable("allocated")]
     full = [row for row in rows if row.method == "full" and row.model == "mistralai/Mistral-7B-v0.1"]
-    newest = [row.allocated_bytes for row in newest_versions(full) if row.status == "ok" and row.versions]
-    assert newest
-    for figure in newest:
+    figures = [row.allocated_bytes for row in full if row.status == "ok" and row.versions]
+    assert figures
+    for figure in figures:
         assert figure == pytest.approx(5 * 2 * 7_241_732_096, rel=0.01)
 
 
@@ -92,12 +92,6 @@ def test_speed_setup_uses_the_mean_length() -> None:
     assert rows
     for row in rows:
         assert (row.setup.seq_len_tokens, row.speed_setup.seq_len_tokens) == (768, 210)
-
-
-def test_newest_versions_keeps_the_last_of_each_configuration() -> None:
-    old, new = a_row(id="a", date="2024-01-01"), a_row(id="b", date="2025-01-01")
-    other = a_row(id="c", date="2023-01-01", config_id="c2")
-    assert newest_versions([new, old, other]) == (new, other)
 
 
 def test_version_noise_is_the_spread_of_repeats() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from moved_clock import PATIENCE_S, Clock, alive, becomes, clock
 
-from planner.core.locks import open_lock, try_lock
+from planner.core.locks import try_lock
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.gpu import device, runner, watch
@@ -270,5 +270,5 @@ def test_a_job_takes_all_its_devices_in_one_order(tmp_path: Path, monkeypatch: p
 
 
 def _is_free(path: Path) -> bool:
-    with open_lock(path, make=False) as file:
+    with open(path, "rb") as file:
         return try_lock(file.fileno())

@@ -38,8 +38,8 @@ from tests.launch import data_formats, tiny_models  # noqa: E402
 Check = Callable[[Launch, TrainSetup, Path], None]
 
 
-def file_of(launch: Launch, folder: Path, index: int = 0) -> Path:
-    return folder / "launch" / launch.files[index].path
+def file_of(launch: Launch, folder: Path) -> Path:
+    return folder / "launch" / launch.files[0].path
 
 
 def axolotl() -> Check:

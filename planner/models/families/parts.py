@@ -55,9 +55,9 @@ def norm(
     return NormSpec(name=name, kind=kind, size=size, bias=bias, weight=weight, rows_per_token=rows)
 
 
-def layer_norm(name: str, size: int, *, affine: bool = True) -> NormSpec:
-    """A LayerNorm with weight and bias, or with neither."""
-    return norm(name, size, "layer", affine, weight=affine)
+def layer_norm(name: str, size: int) -> NormSpec:
+    """A LayerNorm with weight and bias."""
+    return norm(name, size, "layer", bias=True)
 
 
 def gated_mlp(hidden: int, intermediate: int, *, bias: bool = False, prefix: str = "mlp") -> tuple[LinearSpec, ...]:

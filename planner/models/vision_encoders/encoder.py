@@ -105,13 +105,13 @@ def attention(heads: int, hidden: int, *, rotary: bool = False) -> AttentionSpec
 
 
 def projector(
-    path: str, names: tuple[str, str], norm: NormSpec | None, width: int, out: int, *, inner: int = 0, bias: bool = True
+    path: str, names: tuple[str, str], norm: NormSpec | None, width: int, out: int, *, inner: int = 0
 ) -> LayerSpec:
     """Two matrices around a GELU, between them `inner` wide (0: as wide as what comes in)."""
     inner = inner or width
     return LayerSpec(
         kind="projector",
-        linears=(linear(names[0], "up", width, inner, bias), linear(names[1], "down", inner, out, bias)),
+        linears=(linear(names[0], "up", width, inner, True), linear(names[1], "down", inner, out, True)),
         norms=() if norm is None else (norm,),
         mlp=plain(inner, "gelu"),
         path=path,

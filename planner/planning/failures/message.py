@@ -59,7 +59,6 @@ _FIGURES = {
     "unallocated_bytes": re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated"),
     "reserved_bytes": re.compile(rf"free; {_SIZE} reserved in total by PyTorch"),
     "cached_bytes": re.compile(rf"free; {_SIZE} cached"),
-    "graphs_bytes": re.compile(rf"with {_SIZE} allocated in private pools"),
 }
 _DEVICE_ERRORS = re.compile(
     r"(?:CUDA|HIP|XPU|GPU)[: ]{1,2}(?:error: )?out[- ]of[- ](?:the )?memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
@@ -165,7 +164,6 @@ class Message:
     process_bytes: int | None = None
     allocated_bytes: int | None = None
     unallocated_bytes: int | None = None
-    graphs_bytes: int | None = None
     other_bytes: int | None = None
     num_neighbours: int | None = None
 
