@@ -23,7 +23,6 @@ from finetune_planner import (
     estimate,
     plan,
     trace,
-    which_cluster,
     which_gpu,
     which_model,
 )
@@ -220,10 +219,6 @@ def test_tables_are_the_command_line_s(capsys: pytest.CaptureFixture[str]) -> No
     for words, table in (
         (["which-gpu", MODEL, "--vendor", "intel"], which_gpu(MODEL, vendor="intel", method="lora")),
         (["which-model", "SmolLM2-135M", "--gpu", "t4"], which_model("t4", "SmolLM2-135M", method="lora")),
-        (
-            ["which-cluster", MODEL, "--gpu", "rtx-4090", "--samples", "1000", "--max-gpus", "2"],
-            which_cluster(MODEL, gpu="rtx-4090", samples=1000, max_gpus=2, method="lora"),
-        ),
         (["compare-targets", MODEL, "--gpu", "rtx-4090"], compare_targets(MODEL, "rtx-4090", method="lora")),
     ):
         capsys.readouterr()

@@ -82,7 +82,7 @@ def test_an_agent_is_answered_over_stdio(tmp_path: Path) -> None:
     ]
 
     # a table of all cards takes 11 CPU seconds
-    chosen = [task for task in some(TASKS, 12) if WHOLE or task["tool"] != "which_gpu"]
+    chosen = [task for task in some(TASKS, 17) if WHOLE or task["tool"] != "which_gpu"]
 
     async def session() -> list[Any]:
         server = StdioServerParameters(command=sys.executable, args=words, env={"PYTHONPATH": str(ROOT)})

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from finetune_planner.cli.app import run as plan
-from finetune_planner.cli.check import candidates
 from planner.frameworks.readers.program.source import tree_of
 from planner.setup.outcome import Fidelity, speed_level
 from tests.reports.factories import make_candidate
@@ -109,16 +108,6 @@ def test_the_level_of_a_speed_is_the_same_in_words_and_in_json(tmp_path: Path, r
     dry = replace(formula, level=Fidelity.DRY_RUN)
     assert speed_level(dry) is Fidelity.DRY_RUN
     assert speed_level(replace(dry, time_parts_s={})) is Fidelity.FORMULA  # of several GPUs, by dry_run_of
-
-
-def test_one_file_can_be_annotated_too(folder: Path, run: Run) -> None:
-    code, text = run(str(folder / "fits.yaml"), "--gpu", "rtx-3060", "--annotations", "github")
-    assert (code, text[:8]) == (0, "::notice")
-
-
-def test_hidden_folders_and_other_files_are_no_candidates(folder: Path) -> None:
-    names = "data.json docker-compose.yml fits.yaml helper.py online.py open.py large.yaml"
-    assert [path.name for path in candidates(folder)] == names.split()
 
 
 def test_a_file_that_a_launch_starts_is_answered_for_as_it_is_started(tmp_path: Path, run: Run) -> None:

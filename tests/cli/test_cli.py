@@ -278,10 +278,12 @@ def test_a_plan_s_setup_as_data_is_estimated_as_it_was_planned(
     "options",
     [
         ["--adapter", "ln-tuning"],
-        ["--dataset", "who/what", "--loss-on", "all", "--columns", "question=Frage,answer=Antwort", "--method", "lora"],
-        ["--memory-gib", "11.3333333", "--headroom", "1.23456789", "--lr", "0.00012345678", "--method", "lora"],
+        [
+            "--dataset", "who/what", "--loss-on", "all", "--columns", "question=Frage,answer=Antwort",
+            "--method", "lora", "--memory-gib", "11.3333333", "--headroom", "1.23456789", "--lr", "0.00012345678",
+        ],
     ],
-)
+)  # fmt: skip
 def test_the_command_under_next_plans_the_same(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

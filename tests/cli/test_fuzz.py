@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 TOOL = Path(__file__).parents[2] / "tools" / "fuzz.py"
-FIRST = 24
+FIRST = 8
 """Inputs of the default tests; `make fuzz` takes 2,800."""
 PATIENCE_S = 1800
 """What takes this long hangs."""
@@ -31,24 +31,23 @@ def test_the_first_hostile_inputs_end_in_an_answer_or_a_clear_error(warm_program
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     kinds = re.findall(r"(?m)^[\w. ]+ \d+$", run.stdout)
-    assert len(kinds) >= FIRST // 3, run.stdout
+    assert len(kinds) >= FIRST // 4, run.stdout
     answers = {int(status): int(num) for status, num in re.findall(r"(\d+) \((\d+)\)", run.stdout)}
     assert set(answers) <= {0, 1, 2, 3}
     assert sum(answers.values()) == FIRST
     assert answers[0] >= FIRST // 8  # the inputs are near enough to ordinary ones
 
 
-def test_an_input_is_the_same_every_time(tmp_path: Path, warm_programs: Path) -> None:
-    made = f"case = fuzz.case_of(17, Path({str(tmp_path)!r}, name)); print(case.kind, case.words)"
-    each = f"for name in 'ab': {made}"
-    first, second = _python(warm_programs / "python", each).splitlines()
-    assert first.replace("/a/", "/b/") == second
-
-
-def test_a_traceback_a_hang_and_a_gigabyte_are_found(warm_programs: Path) -> None:
-    output = _python(
+def test_an_input_is_the_same_every_time_and_a_traceback_a_hang_and_a_gigabyte_are_found(
+    tmp_path: Path, warm_programs: Path
+) -> None:
+    first, second, *faults = _python(
         warm_programs / "python",
-        """
+        f"""
+for name in "ab":
+    case = fuzz.case_of(17, Path({str(tmp_path)!r}, name))
+    print(case.kind, case.words)
+
 def broken():
     raise ZeroDivisionError
 
@@ -60,11 +59,12 @@ def greedy():
     return len(bytearray(fuzz.MAX_BYTES + (64 << 20)))
 
 fuzz.seeds = fuzz.preload = lambda: None  # of which these have no need
-fuzz.MAX_BYTES = 256 << 20
+fuzz.MAX_BYTES = 128 << 20
 for call in (broken, endless, greedy):
     fuzz.LIMIT_S = 1 if call is endless else 60  # so many bytes take a busy machine its time
     fuzz.case_of = lambda number, folder: fuzz.Case("x", [], call=call)
     print(fuzz.run_one(1).fault)
 """,
-    )
-    assert output.split() == ["traceback", "hang", "memory"]
+    ).splitlines()
+    assert first.replace("/a/", "/b/") == second
+    assert faults == ["traceback", "hang", "memory"]

@@ -74,7 +74,7 @@ CALIBRATED = [
 @pytest.mark.parametrize("part", range(4))
 def test_calibrate_takes_no_value_of_another_type_for_its_own(part: int, tmp_path: Path) -> None:
     file = tmp_path / "f.jsonl"
-    for option, document in some(CALIBRATED, 7)[part::4]:
+    for option, document in some(CALIBRATED, 14)[part::4]:
         file.write_text(json.dumps(document) + "\n")
         assert run(["calibrate", *option, str(file)]) in IN_WORDS, document
 
@@ -112,7 +112,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", some(list(BOMBS), 3))
+@pytest.mark.parametrize("name", some(list(BOMBS), 5))
 def test_a_file_that_unpacks_to_nothing_but_itself_is_refused(name: str, tmp_path: Path) -> None:
     """Eight megabytes of one sample; the same few times are data."""
     piece, file, small = BOMBS[name], tmp_path / name, tmp_path / f"small-{name}"
@@ -156,9 +156,7 @@ def test_a_chain_that_python_runs_is_followed(kind: str, tmp_path: Path, capsys:
     assert ("micro_batch_seqs" in errors) == (kind == "unknown"), errors
 
 
-@pytest.mark.parametrize("mark", ["\x01", "\x02"], ids=repr)
-@pytest.mark.parametrize("number", [0, 7])
-@pytest.mark.parametrize("quoted", [False, True])
+@pytest.mark.parametrize(("mark", "number", "quoted"), [("\x01", 0, False), ("\x02", 7, True)], ids=repr)
 def test_a_script_may_hold_the_marks_of_its_reader(mark: str, number: int, quoted: bool, tmp_path: Path) -> None:
     words = f"{mark}{number}{mark}"
     words = f'"{words} $(echo {words})"' if quoted else words
@@ -201,7 +199,7 @@ def test_a_store_that_is_a_link_in_a_circle_is_said(
     assert ("hint: remove the link" in capsys.readouterr().err) == (link != "into nothing")
 
 
-@pytest.mark.parametrize("endpoint", ["http://[::1", "http://", "[", "file:///etc", "http://a b", "http://x:99999"])
+@pytest.mark.parametrize("endpoint", ["http://[::1", "file:///etc", "http://x:99999"])
 def test_an_endpoint_that_is_no_address_is_said(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,4 +207,4 @@ def test_an_endpoint_that_is_no_address_is_said(
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert run(["no-such/model", "--gpu", "rtx-4090", "--no-dry-run"]) in (2, 3)
     words = "HF_ENDPOINT is not an http address" in capsys.readouterr().err
-    assert words or endpoint not in ("http://[::1", "[", "file:///etc")
+    assert words or endpoint == "http://x:99999"

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 from finetune_planner.cli.app import run
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import find_gpu
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind, Fidelity, ProbeFailure
 
@@ -29,22 +30,16 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[GpuSpec]:
     return gpus
 
 
-def test_memory_gib_reaches_the_dry_run_of_estimate_and_plan(cards: list[GpuSpec], tmp_path: Path) -> None:
-    where = [MODEL, "--gpu", "rtx-4090", "--memory-gib", "7.5", "--json=full"]
-    assert run(["estimate", *where, "--micro-batch", "1"]) == 0
-    assert run([*where, "--method", "lora"]) == 0
-    assert len(cards) >= 2
-    assert {card.memory_bytes for card in cards} == {int(7.5 * GIB)}
-
-
-def test_memory_gib_reaches_the_dry_run_of_check(cards: list[GpuSpec], tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [7.5, None])
+def test_memory_gib_reaches_the_dry_run_of_every_command(
+    cards: list[GpuSpec], limit: float | None, tmp_path: Path
+) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(json.dumps({"model_name_or_path": MODEL, "use_peft": True, "per_device_train_batch_size": 1}))
-    run(["check", str(config), "--gpu", "rtx-4090", "--memory-gib", "7.5", "--json=full"])
-    assert [card.memory_bytes for card in cards] == [int(7.5 * GIB)]
-
-
-def test_without_the_flag_the_card_stands(cards: list[GpuSpec]) -> None:
-    assert run(["estimate", MODEL, "--gpu", "rtx-4090", "--micro-batch", "1", "--json=full"]) == 0
-    assert cards
-    assert all(card.memory_bytes > 20 * GIB for card in cards)
+    more = ["--memory-gib", str(limit)] if limit else []
+    for words in (["estimate", MODEL, "--micro-batch", "1"], [MODEL, "--method", "lora"], ["check", str(config)]):
+        run([*words, "--gpu", "rtx-4090", *more, "--json=full"])
+        assert {card.memory_bytes for card in cards} == {
+            int(limit * GIB) if limit else find_gpu("rtx-4090").memory_bytes
+        }
+        cards.clear()

@@ -13,6 +13,7 @@ from finetune_planner.cli.app import run
 from planner.core.units import GIB, MIB
 from planner.planning.failures.diagnosis import diagnose
 from planner.planning.failures.message import read_message
+from tests.whole import paired
 
 NEW = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total capacity of {total} of "
@@ -116,8 +117,7 @@ def phase_of(text: str) -> str:
 FORMS = ["python", "ranks", "quoted", "rich", "windows", "notebook", "old notebook", "pytest", "narrow rich"]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("phase", CASES)
+@pytest.mark.parametrize(("phase", "form"), paired(CASES, FORMS, 2))
 def test_the_part_of_the_run_is_named(phase: str, form: str) -> None:
     calls = CASES[phase]
     text = {

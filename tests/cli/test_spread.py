@@ -29,18 +29,6 @@ FAST = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked", "--optimizer
 ONE = ["--no-dry-run", "--attention", "sdpa", "--loss", "chunked"]
 
 
-def test_plan_as_json_carries_cluster_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["Qwen/Qwen2.5-7B", "--gpu", "a100-80gb", "--gpus", "16", "--nodes", "2", "--interconnect", "ib-400"]
-    assert run([*arguments, "--json=full", *FAST]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    cluster = plan["workload"]["cluster"]
-    assert (cluster["num_gpus"], cluster["num_nodes"], cluster["between"]["key"]) == (16, 2, "ib-400")
-    assert plan["chosen"]["setup"]["num_gpus"] == 16
-    assert plan["chosen"]["setup"]["parallel"] != "none"
-    assert plan["chosen"]["formula"]["rank_peaks"]
-    assert plan["chosen"]["formula"]["time_parts_s"]["communication"] >= 0
-
-
 @pytest.mark.parametrize("loss_on", ["answers", "all"])
 def test_cut_sequences_of_chats_have_a_file(loss_on: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """torchtitan alone packs them, and has no loss on answers: where that is wanted they are planned for TRL."""

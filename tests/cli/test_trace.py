@@ -101,10 +101,8 @@ def test_it_never_runs_a_program_unasked(tmp_path: Path, capsys: pytest.CaptureF
         ("print('no torch')", 3, "without PyTorch"),
         ("import torch", 3, "without putting anything on the GPU"),
         ("import torch; torch.zeros(1).cuda(); raise ValueError('mine')", 2, "ValueError: mine"),
-        ("import torch; torch.zeros(1).cuda(); torch.cuda.CUDAGraph()", 3, "CUDA graph"),
         ("import torch; torch.zeros(1).cuda(); torch.cuda.current_stream().nothing()", 3, "as it may do here alone"),
-        (CAUGHT, 3, "CUDA graph"),
-        (CAUGHT.replace("torch.cuda.CUDAGraph()", "raise ValueError"), 2, "exit code 1"),
+        (CAUGHT, 3, "CUDA graph"),  # also where the program goes on
         (f"{CHILDREN}[subprocess.run([sys.executable, '-c', LOOP]) for _ in range(2)]", 3, "2 of its processes"),
         ("import socket; socket.create_connection(('192.0.2.1', 80), 1)", 2, "no network"),
     ],

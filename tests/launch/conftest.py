@@ -19,6 +19,7 @@ from planner.frameworks.exporters import DatasetChoice, ExportRequest, Launch, p
 from planner.frameworks.hyperparameters import choose
 from planner.setup import TrainSetup
 from tests.launch.tiny_models import CHAT_TEMPLATE
+from tests.whole import WHOLE
 
 FACTS = (("capital of France", "Paris"), ("capital of Japan", "Tokyo"), ("largest planet", "Jupiter"))
 
@@ -188,9 +189,10 @@ def two_steps(launch: Callable[..., Run], place: Path, emitted: Launch, setup: T
 
 
 @pytest.fixture
-def launch_cold(tmp_path: Path) -> Callable[..., Run]:
-    """Runs a launch command in the temporary directory on CPU, offline, and reads the trainer's own state back."""
-    return partial(run_launch, tmp_path, Path(sys.executable).parent)
+def launch_cold(tmp_path: Path, warm_programs: Path) -> Callable[..., Run]:
+    """Runs a launch command in the temporary directory on CPU, offline, and reads the trainer's own state back; with
+    TESTS_WHOLE=1 by programs that start as a user starts them."""
+    return partial(run_launch, tmp_path, Path(sys.executable).parent if WHOLE else warm_programs)
 
 
 @pytest.fixture

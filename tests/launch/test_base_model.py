@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", some(["run.sh", "trl", "hf"], 2))
+@pytest.mark.parametrize("target", some(["run.sh", "trl", "hf"], 3))
 def test_a_tokenizer_without_a_template_is_given_one(
     target: str, tmp_path: Path, tiny_model: Path, launch: Callable[..., Run]
 ) -> None:

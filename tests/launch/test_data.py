@@ -29,7 +29,7 @@ from planner.setup import TrainSetup  # noqa: E402
 from tests.launch.conftest import make_data, prepared, run_script, run_trl  # noqa: E402
 from tests.launch.data_formats import FORMATS, NUM, RAW, TEXTS, answers_of, pairs  # noqa: E402
 from tests.launch.tiny_models import save_tiny, tiny_request, tokenizer  # noqa: E402
-from tests.whole import these  # noqa: E402
+from tests.whole import some, these  # noqa: E402
 
 END = "<|end|>"
 SETUP = TrainSetup(seq_len_tokens=256, loss="chunked")
@@ -78,7 +78,7 @@ def taught(row: dict[str, Any]) -> str:
     return str(tokenizer().decode([label for label in row["labels"] if label != -100]))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", some([*FORMATS], 2))
 def test_what_is_measured_is_what_is_trained_on(name: str, place: Path) -> None:
     """Number, kind and length in tokens of every sample; the loss is on the answers with their ends, in their order."""
     path = path_of(name)
@@ -185,7 +185,7 @@ CASES = [(name, ("trl", "hf")[at % 2], ("llama", "qwen2")[at // 2 % 2]) for at, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "target", "model"), these(CASES[::3], CASES))
+@pytest.mark.parametrize(("name", "target", "model"), these(CASES[::6], CASES))
 def test_a_step_trains_from_the_emitted_files(
     name: str, target: str, model: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,7 +435,7 @@ BEGIN_IN_THE_PROMPT = {
 NAMES = [path.stem for path in sorted(TEMPLATES.glob("*.jinja")) if not path.stem.endswith("_training")]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "ours"])
+@pytest.mark.parametrize("name", [*some(NAMES, 3), "ours"])
 def test_every_template_that_trl_ships_has_its_loss_on_the_answers(name: str, place: Path) -> None:
     """One turn, two turns, with a system and without: every answer is learned once, whole, with an end, and no
     question; as TRL's own template for training marks it, where there is one."""

@@ -112,7 +112,7 @@ def test_types_with_an_attention_table_of_their_own_are_known() -> None:
     assert kinds == HUBLESS
 
 
-@pytest.mark.parametrize("model_type", some(sorted(TYPES), 4))
+@pytest.mark.parametrize("model_type", some(sorted(TYPES), 8))
 def test_every_file_is_taken_as_it_stands(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention and target modules of every attention that a plan may choose, for 3 targets on transformers."""
     entry = TYPES[model_type]
@@ -179,11 +179,11 @@ TRAINED = [
 ]
 ONCE = {model_type: (model_type, target) for model_type, target in (*TRAINED, *TRAINED[::2])}
 """Every type once, about half of them by each target."""
-EVERY_THIRD = [*ONCE.values()][::3]
+EVERY_SIXTH = [*ONCE.values()][::6]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model_type", "target"), these(EVERY_THIRD, TRAINED))
+@pytest.mark.parametrize(("model_type", "target"), these(EVERY_SIXTH, TRAINED))
 def test_two_steps_of_every_file_train(
     model_type: str, target: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

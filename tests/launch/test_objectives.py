@@ -15,6 +15,7 @@ from planner.setup import TrainSetup
 from tests.launch.conftest import FACTS, Run, export_request, num_saved, prepared, two_steps, write_jsonl, write_launch
 from tests.launch.test_spread import layout
 from tests.launch.test_trl import HIDDEN, lora_params
+from tests.whole import these
 
 
 def pairs(num: int) -> list[dict[str, Any]]:
@@ -55,9 +56,16 @@ ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+CACHED = {"cached_seqs": 1, "hard_negatives": 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("objective", "changes"), [*((name, {}) for name in ROWS), ("embedding", {"cached_seqs": 1, "hard_negatives": 1})]
+    ("objective", "changes"),
+    these(
+        [("dpo", {}), ("orpo", {}), ("grpo", {}), ("classification", {}), ("embedding", CACHED)],
+        [*((name, {}) for name in ROWS), ("embedding", CACHED)],
+    ),
 )
 def test_two_steps_of_every_objective_train(
     objective: str, changes: dict[str, Any], place: Path, launch: Callable[..., Run]

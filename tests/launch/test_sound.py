@@ -14,6 +14,7 @@ from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from tests.launch.conftest import Run, export_request, num_saved, two_steps
+from tests.whole import some
 
 RATE = 16_000
 SIZES = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
@@ -74,7 +75,7 @@ LORA = TrainSetup(
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", some(["lora", "full"], 2))
 def test_two_steps_on_clips_train_as_planned(method: str, tmp_path: Path, launch: Callable[..., Run]) -> None:
     model = tiny_whisper(tmp_path / "tiny-whisper")
     write_clips(tmp_path / "rows", 8)

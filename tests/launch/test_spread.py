@@ -22,6 +22,7 @@ from planner.setup import TrainSetup
 from tests.launch.conftest import Run, export_request, furnish, run_launch, write_launch
 from tests.launch.test_hf import said
 from tests.ports import own_port
+from tests.whole import WHOLE
 
 pytestmark = pytest.mark.processes
 
@@ -139,6 +140,7 @@ def test_one_process_whose_weights_lie_on_the_host_steps_like_one_that_holds_the
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not WHOLE, reason="2 CPU seconds; torchrun deals experts out below (TESTS_WHOLE=1)")
 def test_tensor_parallelism_by_torchrun_steps_like_one_process(
     place: Path, launch: Callable[..., Run], alone: Callable[[str, TrainSetup], tuple[Run, Path]]
 ) -> None:

@@ -1,7 +1,5 @@
-"""`trl sft --config` on the emitted file really trains, with the plan's batch, accumulation and adapters.
-
-The first starts as a user starts it; the second is forked from a process that has imported the libraries.
-"""
+"""`trl sft --config` on the emitted file really trains, with the plan's batch, accumulation and adapters; with
+TESTS_WHOLE=1 started as a user starts it."""
 
 import json
 from collections.abc import Callable

@@ -148,12 +148,6 @@ def test_reserve_estimate_fits_the_rows_that_have_both_figures() -> None:
     assert max(abs(error) for error in errors) <= gpus.RESERVE_ERROR_MIB
 
 
-def test_bf16_is_absent_where_the_hardware_lacks_it() -> None:
-    assert not gpus.find_gpu("t4").bf16
-    assert not gpus.find_gpu("v100-16gb").bf16
-    assert gpus.find_gpu("a2").bf16
-
-
 @pytest.fixture
 def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)

@@ -14,7 +14,7 @@ from planner.planning.groups import WalkCache
 from planner.planning.space import dimension_values
 from planner.setup.packages import PACKAGE_PRICES
 from tests.planner.helpers import plan_request
-from tests.whole import WHOLE, some
+from tests.whole import WHOLE, paired, some
 
 NUM_BUDGETS = 20
 SOME = (("meta-llama/Llama-3.1-8B", "rtx-4090"), ("google/gemma-3-12b-it", "t4"))
@@ -31,18 +31,17 @@ def test_more_memory_is_never_a_slower_plan_of_the_same_class(model: str, gpu: s
     check(model, gpu)
 
 
-@pytest.mark.parametrize("along", ALONG)
-@pytest.mark.parametrize(
-    ("model", "gpu", "num_gpus", "fixed"),
-    [
-        ("Qwen/Qwen2.5-0.5B", "rtx-3060", 1, {"method": ("lora",), "attention": ("sdpa",)}),
-        ("meta-llama/Llama-3.2-1B", "rtx-3090", 1, {"objective": ("dpo",), "method": ("full",)}),
-    ],
-)
+WISHES: list[tuple[str, str, dict[str, Any]]] = [
+    ("Qwen/Qwen2.5-0.5B", "rtx-3060", {"method": ("lora",), "attention": ("sdpa",)}),
+    ("meta-llama/Llama-3.2-1B", "rtx-3090", {"objective": ("dpo",), "method": ("full",)}),
+]
+
+
+@pytest.mark.parametrize(("along", "wish"), paired(ALONG, WISHES, 1))
 def test_more_of_anything_is_never_a_slower_plan_of_the_same_class(
-    model: str, gpu: str, num_gpus: int, fixed: dict[str, Any], along: str
+    along: str, wish: tuple[str, str, dict[str, Any]]
 ) -> None:
-    check(model, gpu, 4, num_gpus, along=along, fixed=fixed)
+    check(*wish[:2], 4, along=along, fixed=wish[2])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_a_larger_batch_does_not_lose_what_a_smaller_one_was_walked_with(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "gpu"), some([pair for pair in PAIRS if pair not in SOME], 14))
+@pytest.mark.parametrize(("model", "gpu"), some([pair for pair in PAIRS if pair not in SOME], 28))
 def test_more_memory_is_never_a_slower_plan_of_the_same_class_for_others_of_thirty_pairs(model: str, gpu: str) -> None:
     check(model, gpu, NUM_BUDGETS if WHOLE else 8)
 

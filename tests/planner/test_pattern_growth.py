@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from planner.core.children import ROOT
 
-LENGTH = 2_500
-LIMIT_S = 0.02
+LENGTH = 1_500
+LIMIT_S = 0.01
 RUNS = (
     " ",
     "\t",

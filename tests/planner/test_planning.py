@@ -28,7 +28,7 @@ from planner.planning.walk import WalkedSetup, walk
 from planner.setup import TrainSetup
 from reports.command import default_next_command
 from tests.planner.helpers import known_of, loaded, plan_request, planned, refusal_of
-from tests.whole import these
+from tests.whole import some, these
 
 AFFINE = 0.015  # the chunked loss tile stops growing at 4,096 tokens, the walk extends it: never below, 1 % above
 
@@ -74,7 +74,7 @@ def listing_all(workload: Workload, corrections: dict[CorrectionKey, float] | No
 def test_what_does_not_fit_is_left_out_and_changes_no_choice() -> None:
     memory, model = WalkCache(), plan_request("Qwen/Qwen2.5-1.5B").model
     cards = [("t4", 144), ("apple-m3-max", 60), ("h200", 60), ("rtx-4090", 60), ("mi300x", 60)]
-    for card, batch in these(cards[:2], cards):
+    for card, batch in these(cards[:1], cards):
         workload = replace(plan_request("Qwen/Qwen2.5-1.5B", card, global_batch=batch), model=model)
         whole, taken = listing_all(workload), plan_workload(workload, cache=memory)
         assert taken.subject == whole.subject
@@ -92,11 +92,14 @@ def test_what_does_not_fit_is_left_out_and_changes_no_choice() -> None:
 
 @pytest.mark.parametrize(
     ("name", "card", "num_gpus", "corrections"),
-    [
-        ("Qwen/Qwen2.5-1.5B", "rtx-4090", 1, None),
-        ("Qwen/Qwen2.5-0.5B", "t4", 2, None),
-        ("Qwen/Qwen2.5-7B", "h200", 1, {}),
-    ],
+    some(
+        [
+            ("Qwen/Qwen2.5-0.5B", "t4", 2, None),
+            ("Qwen/Qwen2.5-1.5B", "rtx-4090", 1, None),
+            ("Qwen/Qwen2.5-7B", "h200", 1, {}),
+        ],
+        2,
+    ),
 )
 def test_checkpoints_that_are_left_out_beside_none_change_no_choice(
     name: str, card: str, num_gpus: int, corrections: dict[CorrectionKey, float] | None
@@ -115,7 +118,6 @@ def test_checkpoints_that_are_left_out_beside_none_change_no_choice(
 @pytest.mark.parametrize(
     ("name", "card", "num_gpus", "fewer"),
     [
-        ("Qwen/Qwen2.5-0.5B", "rtx-4090", 1, True),
         ("Qwen/Qwen2.5-0.5B", "t4", 2, True),
         ("Qwen/Qwen2.5-7B", "t4", 1, False),
     ],

@@ -13,6 +13,7 @@ from planner.options.images import Images
 from planner.options.rollouts import Rollout
 from planner.setup import AROUND_FIELDS, LAYOUT_FIELDS, OF_OTHERS, TrainSetup
 from tests.planner.launch_sweep import fewer_setups, objective_layouts, request
+from tests.whole import WHOLE
 
 SETUPS = fewer_setups()
 SHARDING = ("shard_degree", "reshard_after_forward", "offload", "context_degree")
@@ -34,8 +35,9 @@ def read_back(launch: Launch, setup: TrainSetup, folder: Path, num_gpus: int = 1
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> None:
+    """Of every setup half of the tools' files, of every tool's files half."""
     num_read = 0
-    for setup in SETUPS:
+    for setup in SETUPS if WHOLE else SETUPS[TARGETS.index(target) % 2 :: 2]:
         model = catalogue.load("Qwen/Qwen3-8B") if target == "torchtitan" else None
         launch = EXPORTERS[target](request(setup, model=model))
         if launch.refused:
@@ -45,7 +47,7 @@ def test_reading_back_gives_the_setup_that_runs(target: str, tmp_path: Path) -> 
         assert back.model_id == "Qwen/Qwen2.5-1.5B"
         assert not back.approximations, back.approximations
         num_read += 1
-    assert num_read >= {"unsloth": 12, "torchtitan": 10}.get(target, 50)
+    assert num_read >= {"unsloth": 5, "torchtitan": 4}.get(target, 22)
 
 
 @pytest.mark.parametrize("target", ["trl", "axolotl", "llamafactory"])

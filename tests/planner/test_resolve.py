@@ -15,6 +15,7 @@ import pytest
 from planner.core.errors import ConfigError, PlannerError, UnknownModelError, UsageError
 from planner.models import catalogue, hub
 from planner.models.resolve import model_beside, resolve_model
+from tests.whole import paired
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
@@ -366,11 +367,13 @@ def test_an_unknown_name_gets_close_names_and_the_way_out(there: bool, monkeypat
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["", "  ", ".", "..", "/", "~", "~nobody-here/x", "a/b/c", "x" * 5000, "\x00", "a\x00b", "\ud800", "-", "a b",
-     "../../etc/passwd", "https://huggingface.co/a/b/c", "no\nline", "*", "%00", "a--b/c", "con.json", "üñí/ç"],
+    ("name", "options"),
+    paired(
+        ["", "  ", ".", "..", "/", "~", "~nobody-here/x", "a/b/c", "x" * 5000, "\x00", "a\x00b", "\ud800", "-", "a b",
+         "../../etc/passwd", "https://huggingface.co/a/b/c", "no\nline", "*", "%00", "a--b/c", "con.json", "üñí/ç"],
+        [{}, {"ask_hub": True}, {"revision": "main"}, {"revision": "../x"}], 1,
+    ),
 )  # fmt: skip
-@pytest.mark.parametrize("options", [{}, {"ask_hub": True}, {"revision": "main"}, {"revision": "../x"}])
 def test_senseless_names_are_planner_errors(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(PlannerError) as error:
         resolve_model(name, **options)

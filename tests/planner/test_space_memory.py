@@ -16,6 +16,7 @@ from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
 from tests.planner.helpers import loaded, plan_request
+from tests.whole import some
 
 ROUNDING = 1e-6
 """Whole bytes in the walk's straight lines; every candidate for the peak is extended by itself, so nothing else."""
@@ -23,13 +24,16 @@ ROUNDING = 1e-6
 
 @pytest.mark.parametrize(
     ("name", "gpu"),
-    [
-        ("qwen/qwen2.5-1.5b", "rtx-4090"),
-        ("meta-llama/llama-3.1-8b", "a100-80gb"),
-        ("microsoft/phi-2", "t4"),
-        ("qwen/qwen3.5-4b", "h100-sxm"),
-        ("allenai/olmoe-1b-7b-0924", "h100-sxm"),
-    ],
+    some(
+        [
+            ("qwen/qwen2.5-1.5b", "rtx-4090"),
+            ("meta-llama/llama-3.1-8b", "a100-80gb"),
+            ("microsoft/phi-2", "t4"),
+            ("qwen/qwen3.5-4b", "h100-sxm"),
+            ("allenai/olmoe-1b-7b-0924", "h100-sxm"),
+        ],
+        2,
+    ),
 )
 def test_walk_peak_is_that_of_the_setup_alone(name: str, gpu: str) -> None:
     model, card = loaded(name), find_gpu(gpu)
@@ -80,7 +84,7 @@ def test_what_a_rival_outruns_is_never_smaller(
     assert unfused
 
 
-@pytest.mark.parametrize(("slower", "left_out"), [(-0.5, False), (0.0, False), (0.02, False), (0.04, True)])
+@pytest.mark.parametrize(("slower", "left_out"), [(0.02, False), (0.04, True)])
 def test_a_run_is_left_out_where_its_rival_is_faster_by_more_than_a_preference(
     slower: float, left_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

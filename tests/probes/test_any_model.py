@@ -35,7 +35,7 @@ NOT_BUILT = {
 and a text encoder with a decoder of sound. Each with the words of transformers' error."""
 
 
-@pytest.mark.parametrize("model_type", some(causal_types(), 8))
+@pytest.mark.parametrize("model_type", some(causal_types(), 15))
 def test_a_type_is_counted_to_the_parameter(model_type: str, tmp_path: Path) -> None:
     if model_type == "gemma3n":
         pytest.importorskip("timm")

@@ -22,8 +22,6 @@ EACH_WAY = (
     "bloom",  # ALiBi, queries, keys and values in one matrix
     "deepseek_v3",  # latent attention
     "gpt_oss",  # sinks, experts in one matrix
-    "llama4",  # dense layers between those with experts
-    "qwen3_5_moe",  # linear attention and experts
     "t5",  # an encoder
     "whisper",  # one of another length, convolutions
 )

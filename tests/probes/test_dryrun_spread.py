@@ -75,8 +75,7 @@ DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 SOME = (
-    "ddp full, accumulation", "fsdp2 hybrid, alternating layers", "dealt experts inside fsdp2", "fsdp2 nf4",
-    "tensor full, tied",
+    "ddp full, accumulation", "dealt experts inside fsdp2", "fsdp2 nf4", "tensor full, tied",
 )  # fmt: skip
 """Each engine, method and accumulation once."""
 
@@ -106,13 +105,13 @@ def test_rank_repeated_depth_equals_full_depth(name: str) -> None:
 
 def test_rank_of_any_world_size_holds_its_share() -> None:
     single = _report("llama", _setup(**FULL, num_gpus=1))
-    shares = [_report("llama", _setup(**FULL, parallel="fsdp2", num_gpus=ranks)) for ranks in (2, 8, 512)]
+    shares = [_report("llama", _setup(**FULL, parallel="fsdp2", num_gpus=ranks)) for ranks in (2, 8)]
     parameter_bytes = [single.parameter_bytes, *(share.parameter_bytes for share in shares)]
     # mixed precision keeps the shards in fp32: half of the weights in twice their type
     assert parameter_bytes[1] == parameter_bytes[0]
     assert parameter_bytes == sorted(parameter_bytes, reverse=True)
     assert parameter_bytes[2] < parameter_bytes[0]
-    copies = [_report("llama", _setup(parallel="ddp", num_gpus=ranks)) for ranks in (2, 64)]
+    copies = [_report("llama", _setup(parallel="ddp", num_gpus=ranks)) for ranks in (2, 8)]
     assert copies[0].prediction.phase_peaks_bytes == copies[1].prediction.phase_peaks_bytes
 
 

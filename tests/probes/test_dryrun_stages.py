@@ -27,10 +27,13 @@ PIPELINE: dict[str, Any] = {
     "micro_batch_seqs": 2,
 }  # fmt: skip
 TWO = PIPELINE | {"num_gpus": 2, "pipeline_degree": 2, "accumulation_steps": 3, "attention": "eager"}
-REAL = [
-    TWO | {"optimizer": "sgd", "checkpointing": 1},
-    TWO | {"optimizer": "sgd", "checkpointing": 0, "pipeline_schedule": "gpipe"},
-]
+REAL = some(
+    [
+        TWO | {"optimizer": "sgd", "checkpointing": 0, "pipeline_schedule": "gpipe"},
+        TWO | {"optimizer": "sgd", "checkpointing": 1},
+    ],
+    2,
+)
 
 
 def _real(python: Path, store: Path) -> list[list[dict[str, int]]]:
@@ -65,7 +68,7 @@ def _report(fields: dict[str, Any], **options: Any) -> DryRunReport:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
-    some([{"checkpointing": 0, "pipeline_schedule": "gpipe", "optimizer": "adamw"}, {"checkpointing": 1}], 2),
+    some([{"checkpointing": 1}, {"checkpointing": 0, "pipeline_schedule": "gpipe", "optimizer": "adamw"}], 2),
     ids=str,
 )
 def test_stage_of_repeated_depth_equals_full_depth(fields: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from probes.dryrun.trace import Trace, trace_run
 from probes.dryrun.varying import Part, Steps, _by_length, _Epoch, over_lengths, steps_of
 from probes.stack.configs import load_config
 from tests.probes.dryrun_small import reported, small_config
+from tests.whole import some
 
 GPU = find_gpu("a100-80gb")
 CONFIG = small_config("llama", num_hidden_layers=3)
@@ -48,7 +49,7 @@ def test_longer_micro_batches_after_shorter_ones_reserve_more_on_fixed_segments_
     assert growing.fragmentation_fraction < fixed.fragmentation_fraction / 2
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", some(["eager", "sdpa"], 2))
 def test_sizes_between_the_lengths_that_were_run_are_exact(attention: str) -> None:
     """Attention's scores grow with the square of the length."""
 

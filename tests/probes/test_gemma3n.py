@@ -175,7 +175,7 @@ class _Live(TorchDispatchMode):
 
 @WITH_TIMM
 @pytest.mark.parametrize(
-    ("precision", "trained"), some([("bf16-autocast", True), ("bf16-pure", True), ("fp32", False)], 2)
+    ("precision", "trained"), some([("bf16-autocast", True), ("bf16-pure", True), ("fp32", False)], 3)
 )
 def test_tower_keeps_what_timms_own_keeps(precision: str, trained: bool) -> None:
     setup = TrainSetup(precision=precision, method="full", lora_rank=0)
@@ -202,7 +202,7 @@ def test_tower_keeps_what_timms_own_keeps(precision: str, trained: bool) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", some([{}, {"checkpointing": 0}, {**METHODS["full"], "checkpointing": 0}], 2), ids=str
+    "fields", some([{**METHODS["full"], "checkpointing": 0}, {}, {"checkpointing": 0}], 3), ids=str
 )
 def test_streams_and_shared_keys_are_counted(fields: dict[str, Any]) -> None:
     """Per-layer embeddings, AltUp, LAuReL, keys and values of another layer, sparse activations."""

@@ -34,7 +34,7 @@ from probes.stack.tree import _IDLE
 from tests.planner.helpers import loaded
 from tests.planner.launch_sweep import request
 from tests.probes.dryrun_small import dried
-from tests.whole import some
+from tests.whole import paired, some
 
 A100 = find_gpu("a100-80gb")
 SIZES = {"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8}
@@ -101,7 +101,7 @@ def adapted(spec: ModelSpec) -> set[str]:
 OF_EACH_TYPE = {entry.model_type: entry for entry in reversed(catalogue.entries())}
 
 
-@pytest.mark.parametrize("model_type", some(sorted(OF_EACH_TYPE), 5))
+@pytest.mark.parametrize("model_type", some(sorted(OF_EACH_TYPE), 9))
 def test_a_tree_says_what_the_adapter_says(model_type: str) -> None:
     """Every catalogue type: where an adapter exists, reading the tree gives its spec, whole or at least its sizes; else
     what ships is what the installed transformers builds."""
@@ -166,7 +166,7 @@ def test_layers_that_look_at_pictures_lie_idle_in_text_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "mistral3"])
+@pytest.mark.parametrize("name", some(["qwen2_5_vl", "mistral3"], 2))
 def test_the_text_side_of_a_model_that_sees_images_is_planned(name: str) -> None:
     spec = spec_of_tree({"model_type": name, **WITH_IMAGES[name]}, model_id="m", source="s")
     setup = TrainSetup(seq_len_tokens=512, micro_batch_seqs=2)
@@ -207,9 +207,8 @@ def specs(warm_programs: Path) -> Mapping[str, ModelSpec]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", UNKNOWN)
 @pytest.mark.parametrize(
-    "fields", [{}, {"method": "full", "lora_rank": 0, "checkpointing": 0}], ids=["lora", "full, no checkpointing"]
+    ("name", "fields"), paired(UNKNOWN, [{}, {"method": "full", "lora_rank": 0, "checkpointing": 0}], 1)
 )
 def test_an_unknown_architecture_is_planned(specs: Mapping[str, ModelSpec], name: str, fields: dict[str, Any]) -> None:
     """Formula and dry run stand side by side, and the formula's band holds."""
@@ -223,18 +222,20 @@ def test_an_unknown_architecture_is_planned(specs: Mapping[str, ModelSpec], name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "modernbert"])
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"method": "full", "precision": "fp32", "checkpointing": 0},
-        {"method": "full", "precision": "bf16-mixed", "checkpointing": 0, "attention": "eager"},
-        {"method": "lora", "precision": "bf16-autocast", "checkpointing": 0, "lora_targets": "attention"},
-        {"method": "lora", "precision": "bf16-autocast", "checkpointing": 1},
-        {"method": "lora", "precision": "fp32", "checkpointing": 0, "adapter": "prompt"},
-        {"method": "lora", "precision": "fp32", "checkpointing": 0, "adapter": "ia3", "lora_rank": 0},
-    ],
-    ids=["fp32", "eager", "attention", "checkpointed", "prompt", "ia3"],
+    ("name", "fields"),
+    paired(
+        ["bert", "modernbert"],
+        [
+            {"method": "full", "precision": "fp32", "checkpointing": 0},
+            {"method": "full", "precision": "bf16-mixed", "checkpointing": 0, "attention": "eager"},
+            {"method": "lora", "precision": "bf16-autocast", "checkpointing": 0, "lora_targets": "attention"},
+            {"method": "lora", "precision": "bf16-autocast", "checkpointing": 1},
+            {"method": "lora", "precision": "fp32", "checkpointing": 0, "adapter": "prompt"},
+            {"method": "lora", "precision": "fp32", "checkpointing": 0, "adapter": "ia3", "lora_rank": 0},
+        ],
+        1,
+    ),
 )
 def test_an_encoders_layers_are_counted(name: str, fields: dict[str, Any]) -> None:
     """Norms behind the sums, dropouts, a gate in one matrix, values that stay a view of one projection; adapters, and

@@ -187,7 +187,7 @@ SHARED = ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3
 behind its layers and classifies."""
 
 
-@pytest.mark.parametrize("name", some(SHARED, 3))
+@pytest.mark.parametrize("name", some(SHARED, 4))
 def test_shipped_profiles_are_those_of_fresh_runs(name: str) -> None:
     """One structure of each, another for each; `tools/build_profiles.py --check` takes others."""
     model = replace(loaded(name))

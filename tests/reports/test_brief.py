@@ -1,6 +1,5 @@
 """The short answer: at most 18 lines at 80 columns, the verdict first, a reason for each other setup."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +39,7 @@ def planned(name: str, gpu: str, **plan_request: Any) -> Plan | NoPlan:
     return plan_workload(PlanRequest(**plan_request).workload(resolve_model(name), find_gpu(gpu), cluster))
 
 
-@pytest.mark.parametrize("gpu", CARDS)
+@pytest.mark.parametrize("gpu", some(CARDS, 2))
 def test_the_answer_has_at_most_18_lines(gpu: str) -> None:
     """Every 160th model of the catalogue on each card, refusals too; with TESTS_WHOLE=1 every one."""
     answers = [planned(name, gpu) for name in some(catalogue.names()[CARDS.index(gpu) :], 160)]
@@ -64,7 +63,9 @@ def test_other_answers_have_at_most_18_lines_too(plan_request: dict[str, Any]) -
     assert height(answer, 120) <= MAX_LINES
 
 
-@pytest.mark.parametrize(("name", "card"), [("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-7B", "t4")])
+@pytest.mark.parametrize(
+    ("name", "card"), some([("meta-llama/Llama-3.1-8B", "rtx-4090"), ("Qwen/Qwen2.5-7B", "t4")], 2)
+)
 def test_a_refusal_begins_with_the_verdict_and_says_what_would_make_it_fit(name: str, card: str) -> None:
     lines = shown(planned(name, card, fixed={"method": ("full",)}))
     assert any(line.startswith("Nothing fits:") for line in lines[1:3])
@@ -102,13 +103,6 @@ def test_risks_stand_before_what_holds_of_every_plan() -> None:
     assert any("SDPA falls back" in line for line in shown(plan))
 
 
-def test_the_verdict_stands_first_and_the_command_last() -> None:
-    lines = shown(make_plan(), width=200)
-    assert lines[1].startswith("Fits. ")
-    assert lines[1].count("±") == 2  # one band for memory, one for speed
-    assert lines[-1].strip().startswith("plan ")
-
-
 @pytest.mark.parametrize("gpu", ["rtx-4090", "h100-sxm"])
 def test_every_other_setup_has_its_reason(gpu: str) -> None:
     plan = planned("meta-llama/Llama-3.1-8B", gpu)
@@ -126,14 +120,6 @@ def test_every_other_setup_has_its_reason(gpu: str) -> None:
             assert reason.partition("faster")[2], "faster and no word why it is not taken"
         else:
             assert "slower" in reason or reason == "as fast, not simpler or smaller"
-
-
-def test_the_groups_and_what_is_free_add_up_to_the_card() -> None:
-    plan = plan_workload(PlanRequest().workload(resolve_model("meta-llama/Llama-3.1-8B"), find_gpu("rtx-4090")))
-    assert isinstance(plan, Plan)
-    legend = " ".join(shown(plan)).partition("█ weights")[2].partition(" of ")[0]
-    total = sum(float(size) for size in re.findall(r"([\d.]+) GiB", legend))
-    assert total == pytest.approx(plan.workload.memory_bytes / 2**30, abs=0.05)
 
 
 def test_the_marks_of_the_groups_differ_in_ascii_too() -> None:

@@ -10,7 +10,6 @@ from planner.planning.decision.node import Node
 from planner.planning.plan import Alternative, NoPlan, Plan
 from planner.setup.outcome import Candidate
 from reports.compare import comparison_markdown, plan_labels, render_comparison
-from reports.text import cost_per_million
 from reports.which import GpusSheet, rank_gpus, which_gpu_sentences
 from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload, printed
 from tests.reports.golden import assert_golden
@@ -76,13 +75,6 @@ def test_which_gpu_names_a_card_that_surely_fits_before_one_that_may() -> None:
     _, *named = which_gpu_sentences(rank_gpus(tight))
     assert all("may run out of memory" in words for words in named)
     assert named[0].startswith("Smallest: RTX 4090")
-
-
-def test_cost_per_million_is_price_over_speed() -> None:
-    plan = make_plan(make_workload(price_per_hour=0.69))
-    cost = cost_per_million(plan)
-    assert cost == pytest.approx(0.69 / 3600 / plan.chosen.tokens_per_s * 1e6)
-    assert cost_per_million(make_plan()) is None
 
 
 def test_plan_labels_name_only_what_differs_and_are_unique() -> None:

@@ -18,7 +18,6 @@ from tests.reports.factories import make_plan
 LLAMA = "meta-llama/Llama-3.1-8B"
 ASKED = {
     "one card": ([LLAMA, "--gpu", "rtx-4090", "--no-dry-run"], 0),
-    "dry run": (["Qwen/Qwen2.5-0.5B", "--gpu", "rtx-3060", "--method", "lora"], 0),
     "several": ([LLAMA, "--gpu", "h100-sxm", "--gpus", "16", "--method", "full", "--no-dry-run"], 0),
     "nothing fits": ([LLAMA, "--gpu", "rtx-3060", "--method", "full", "--no-dry-run"], 1),
     "rollouts": (["Qwen/Qwen2.5-0.5B", "--gpu", "l4", "--objective", "grpo", "--method", "lora", "--no-dry-run"], 0),
@@ -33,7 +32,7 @@ ASKED = {
     "estimate dry run": (["estimate", "gpt2", "--gpu", "t4", "--lengths", "500:200"], 0),
     "check": (["check", "train.yaml", "--gpu", "rtx-4090", "--no-dry-run", "--fix"], 1),
     "folder": (["check", ".", "--gpu", "rtx-4090"], 1),
-    "which card": (["which-gpu", "gpt2", "--vendor", "AMD", "--method", "lora", "--samples", "5000"], 0),
+    "which card": (["which-gpu", "gpt2", "--vendor", "Intel", "--method", "lora", "--samples", "5000"], 0),
     "no card": (["which-gpu", LLAMA, "--vendor", "Intel", "--method", "full"], 1),
     "oom": (["oom", "log.txt"], 0),
     "oom alone": (["oom", "log.txt", "--config", "none.yaml"], 0),

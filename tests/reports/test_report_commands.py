@@ -22,7 +22,7 @@ from planner.samples.dataset import DatasetStats, LengthChoice, choose_length, m
 from planner.samples.rows import num_held_out
 from reports.html import plan_files
 from tests.planner.helpers import plan_request
-from tests.reports.factories import make_gpu, make_no_plan, make_plan, make_workload
+from tests.reports.factories import make_gpu, make_plan, make_workload
 
 CARDS = ("mi300x", "mi100", "rx-9060-xt-16gb", "rx-7900-xtx")
 """By tokens/s the second is faster than the third, by the time of the data set below slower."""
@@ -97,13 +97,6 @@ def test_compare_sends_configs_to_the_race(app: typer.Typer, tmp_path: Path) -> 
     (tmp_path / "a.yaml").write_text("base_model: gpt2\n")
     with pytest.raises(UsageError, match="takes plans"):
         call(app, "compare", str(tmp_path / "a.yaml"), str(tmp_path / "a.yaml"))
-
-
-def test_compare_takes_refusals_too(app: typer.Typer, tmp_path: Path) -> None:
-    good, bad = saved(tmp_path / "good", make_plan()), saved(tmp_path / "bad", make_no_plan())
-    result = call(app, "compare", str(good), str(bad))
-    assert result.exit_code == 0
-    assert "1 of 2 fit." in result.stdout
 
 
 def test_compare_of_one_plan_is_a_mistake(app: typer.Typer, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from planner.memory.engines.host import host_bytes_per_node
 from planner.memory.workload import Data, Workload
 from planner.planning.answer import plan_workload
 from planner.planning.decision.candidates import candidate
-from planner.planning.plan import NoPlan, Plan
+from planner.planning.plan import Plan
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate
 from reports.command import default_next_command
@@ -69,13 +69,6 @@ def test_terminal_names_gpus_spread_and_communication(plan: Plan) -> None:
     assert "one GPU" in text
 
 
-@pytest.mark.parametrize("width", [60, 80, 140])
-def test_terminal_keeps_its_width(plan: Plan, width: int) -> None:
-    commands = ("  plan ", "  cd ")
-    lines = [line for line in shown(render_plan, plan, width=width).splitlines() if not line.startswith(commands)]
-    assert max(map(len, lines)) <= width
-
-
 def test_markdown_and_html_name_the_spread(plan: Plan) -> None:
     for text in (plan_markdown(plan), report_html([Entry(plan=plan)])):
         assert f"8 GPUs ({layout_words(plan.chosen.setup)})" in text
@@ -102,25 +95,6 @@ def test_plan_json_comes_back_the_same(plan: Plan, pipeline: Candidate) -> None:
         assert back.chosen == original.chosen
         assert back.tree == original.tree
         assert back.alternatives == original.alternatives
-
-
-def test_no_plan_comes_back_and_is_told() -> None:
-    no_plan = plan_workload(job(2, "t4", "meta-llama/Llama-3.1-70B", fixed={"method": ("lora",), "offload": ("none",)}))
-    assert isinstance(no_plan, NoPlan)
-    back = plan_from_dict(json.loads(json.dumps(plan_to_dict(no_plan))))
-    assert back == replace(no_plan, nearest=back.nearest)  # type: ignore[union-attr]
-    text = shown(render_plan, no_plan)
-    assert "Nothing fits" in text
-    assert "2 × Tesla T4" in text
-
-
-def test_a_damaged_cluster_is_refused(plan: Plan) -> None:
-    from planner.core.errors import ConfigError
-
-    document = json.loads(json.dumps(plan_to_dict(plan)))
-    document["workload"]["cluster"]["num_gpus"] = "eight"
-    with pytest.raises(ConfigError):
-        plan_from_dict(document)
 
 
 def test_cost_counts_every_gpu(plan: Plan) -> None:

@@ -81,7 +81,7 @@ def test_terminal_golden(name: str, width: int) -> None:
     assert_golden(f"{name}_{width}.txt", printed(PAGES[name], width))
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+@pytest.mark.parametrize("width", [60, 100, 200])
 @pytest.mark.parametrize("name", PAGES)
 def test_terminal_no_line_is_wider_than_the_console(name: str, width: int) -> None:
     """Except commands to copy, which must not be broken."""
@@ -258,14 +258,6 @@ def test_terminal_import_is_light() -> None:
     assert not heavy & set(shown)
 
 
-def test_a_narrow_table_of_gpus_cuts_no_key() -> None:
-    keys = ("rtx-pro-6000-blackwell", "t4")
-    shown = printed(lambda console: render_gpus([make_gpu(key, key.upper(), 14.56) for key in keys], console), width=50)
-    for key in keys:
-        assert key in shown
-    assert max(map(len, shown.splitlines())) <= 50
-
-
 def test_alternatives_are_compared_on_one_rung_and_differ_as_their_figures_do() -> None:
     plan = make_plan(level=Fidelity.DRY_RUN)
     rows = compared(replace(plan, alternatives=with_trades(plan.chosen, plan.alternatives)))
@@ -306,7 +298,7 @@ def test_a_narrow_terminal_keeps_the_words() -> None:
     assert all(re.search(rf"^  {re.escape(term)} ", shown, re.MULTILINE) for term in terms if len(term) < 24)
 
 
-@pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
+@pytest.mark.parametrize("width", [20, 60, 120])
 def test_no_figure_of_a_table_is_cut_where_the_terminal_is_narrow(width: int) -> None:
     """A cut figure is a wrong one (63 as 6), a cut key cannot be typed: rows are longer then, and words wrap."""
     out = io.StringIO()

@@ -28,7 +28,7 @@ from search.stopping import Budget
 from tests.whole import WHOLE
 
 NUM_PROBES = 4
-STEP = 1 if WHOLE else 7
+STEP = 1 if WHOLE else 11
 WRITES = (
     "create_new_study", "set_study_user_attr", "set_study_system_attr", "create_new_trial", "record_heartbeat",
     "set_trial_state_values", "set_trial_user_attr", "set_trial_system_attr",
@@ -89,7 +89,7 @@ def run(folder: Path, death: Death, ended: list[str]) -> SearchResult | None:
 def test_death_at_any_write_loses_nothing_and_repeats_only_what_was_not_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every seventh write, with TESTS_WHOLE=1 at every one."""
+    """At every eleventh write, with TESTS_WHOLE=1 at every one."""
     monkeypatch.setattr(search.run, "MAX_RECORDED_EXCLUSIONS", 2)
     monkeypatch.setattr(search.study, "get_heartbeat_thread", lambda trial_id, storage: nullcontext())
     calm, count = list[str](), Death()

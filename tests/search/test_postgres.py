@@ -11,6 +11,7 @@ from workers import Workers, all_workers
 
 from search.storage import close_storage, open_storage
 from tests.servers import Postgres
+from tests.whole import WHOLE
 
 pytestmark = pytest.mark.processes
 
@@ -38,6 +39,7 @@ def trials_of(url: str) -> list[optuna.trial.FrozenTrial]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not WHOLE, reason="6 CPU seconds; test_kill.py shares a folder so (TESTS_WHOLE=1)")
 def test_workers_on_postgres_lose_nothing_and_repeat_nothing(
     server: Postgres, tmp_path: Path, all_workers: list[Workers]
 ) -> None:

@@ -29,6 +29,7 @@ from search.dimensions import key_of
 from search.stopping import Budget
 from search.storage import close_storage, open_storage
 from search.study import TrialRecord
+from tests.whole import some
 
 
 @cache
@@ -122,11 +123,14 @@ def test_when_no_probe_fits_the_plan_stands_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "memory_gib", "fixed", "has"),
-    [
-        ("meta-llama/Llama-3.1-8B", 18.4, {}, {"lora_targets": "attention"}),
-        ("Qwen/Qwen2.5-0.5B", 80, {"compile": (True, False)}, {"compile": True}),
-        ("meta-llama/Llama-3.2-1B", 80, {"objective": ("grpo",)}, {"kernels": "liger"}),  # and vLLM generates
-    ],
+    some(
+        [
+            ("meta-llama/Llama-3.1-8B", 18.4, {}, {"lora_targets": "attention"}),
+            ("Qwen/Qwen2.5-0.5B", 80, {"compile": (True, False)}, {"compile": True}),
+            ("meta-llama/Llama-3.2-1B", 80, {"objective": ("grpo",)}, {"kernels": "liger"}),  # and vLLM generates
+        ],
+        2,
+    ),
 )
 def test_a_search_walks_every_space_that_a_plan_is_chosen_from(
     model: str, memory_gib: float, fixed: dict[str, tuple[Any, ...]], has: dict[str, Any]

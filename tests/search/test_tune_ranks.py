@@ -13,6 +13,7 @@ from light_ranks import MAX_PROBES
 from search_cases import LLAMA, make_old
 
 from tests.probes.moved_clock import alive
+from tests.whole import WHOLE
 
 pytestmark = pytest.mark.processes
 
@@ -44,6 +45,9 @@ def until(is_so: Callable[[], bool], what: str, running: "subprocess.Popen[str] 
         time.sleep(0.01)
 
 
+@pytest.mark.skipif(
+    not WHOLE, reason="5 CPU seconds; test_kill.py kills searches, test_torchrun.py ranks (TESTS_WHOLE=1)"
+)
 @pytest.mark.slow
 def test_dead_rank_is_a_failed_trial_and_a_killed_search_goes_on_where_it_was(
     tmp_path: Path, warm_programs: Path

@@ -186,12 +186,6 @@ def test_other_tools_refuse(target: str) -> None:
     assert launch.refused or "ep_size" not in "".join(file.text for file in launch.files)
 
 
-def test_memory_falls_with_the_degree_as_less_is_gathered() -> None:
-    sizes = [rank_memories(MODEL, H100, _setup(degree))[0].breakdown.peak_allocated_bytes for degree in (2, 4, 8)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] < rank_memories(MODEL, H100, _setup(1))[0].breakdown.peak_allocated_bytes
-
-
 def test_a_layer_of_bare_parameters_alone_has_its_largest_gradient_in_its_stacks() -> None:
     """As a module tree may have one: by hand, all three stacks of its experts at once."""
     (layer,) = MODEL.layer_kinds

@@ -14,10 +14,9 @@ from planner.memory.engines import why_not
 from planner.memory.engines.host import assumed_host_bytes, host_bytes_per_node
 from planner.memory.workload import Workload
 from planner.planning.answer import plan_workload
-from planner.planning.decision.layouts import FIELDS, layout_key
 from planner.planning.decision.results import LAYOUT_GAIN_FRACTION
 from planner.planning.groups import WalkCache
-from planner.planning.plan import Answer, NoPlan, Plan, correction_key
+from planner.planning.plan import Answer, NoPlan, Plan
 from planner.planning.predict import cannot_run, device_peak_bytes, predict, predict_with_padding
 from planner.planning.refine import refine
 from planner.planning.targets import with_one_node_note
@@ -25,7 +24,7 @@ from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Fidelity, Prediction
 from reports.text import memory_sentence
 from tests.planner.helpers import known_of, plan_request, planned, refusal_of
-from tests.whole import paired
+from tests.whole import paired, some
 
 SMALL: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa",),
@@ -74,7 +73,7 @@ JOBS: list[tuple[str, str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "gpu", "num_gpus", "options"), JOBS, ids=str)
-def test_the_recommendation_keeps_every_constraint(
+def test_the_recommendation_keeps_every_constraint_and_the_walk_explains_itself(
     model: str, gpu: str, num_gpus: int, options: dict[str, Any]
 ) -> None:
     plan = chosen_for(model, gpu, num_gpus, **options)
@@ -86,26 +85,18 @@ def test_the_recommendation_keeps_every_constraint(
         assert setup.global_batch_seqs == workload.global_batch_seqs
         assert why_not(workload.model, setup) == ""
         assert device_peak_bytes(workload.model, workload.gpu, setup) <= workload.budget_bytes
-        for name, allowed in workload.fixed.items():
-            assert getattr(setup, name) in allowed
-        if setup.method != "full":
-            assert setup.lora_rank >= workload.min_rank
-
-
-@pytest.mark.parametrize(("model", "gpu", "num_gpus", "options"), JOBS, ids=str)
-def test_the_walk_explains_itself(model: str, gpu: str, num_gpus: int, options: dict[str, Any]) -> None:
-    plan = chosen_for(model, gpu, num_gpus, **options)
+        assert all(getattr(setup, name) in allowed for name, allowed in workload.fixed.items())
+        assert setup.method == "full" or setup.lora_rank >= workload.min_rank
     questions = [each.question for each in plan.tree]
     for words in ("one GPU enough", "DDP", "sharded", "Tensor, pipeline or context", "host", "DataParallel"):
         assert any(words in question for question in questions), words
-    for each in plan.tree:
-        assert each.reason
-        for cut in each.cuts:
-            assert cut.reason
-            assert cut.needed_bytes is None or cut.budget_bytes == plan.workload.budget_bytes
-            if "does not fit" in cut.reason:
-                assert cut.needed_bytes is not None
-                assert cut.needed_bytes > plan.workload.budget_bytes
+    assert all(each.reason for each in plan.tree)
+    for cut in (cut for each in plan.tree for cut in each.cuts):
+        assert cut.reason
+        assert cut.needed_bytes is None or cut.budget_bytes == workload.budget_bytes
+        assert "does not fit" not in cut.reason or (cut.needed_bytes or 0) > workload.budget_bytes
+    alone = answer(plan, "one GPU").choice
+    assert any(each.label == "one GPU" for each in plan.alternatives) == (alone != "no")
 
 
 def test_the_walked_figures_are_those_of_the_prediction() -> None:
@@ -151,13 +142,6 @@ def test_a_faster_link_is_never_slower() -> None:
         assert faster * (1 + LAYOUT_GAIN_FRACTION) >= slower
 
 
-def test_narrowing_the_spreads_is_never_faster() -> None:
-    free = chosen_for(fixed={"method": ("full",)}).chosen.tokens_per_s
-    for parallel in ("zero1", "zero2", "zero3", "fsdp2"):
-        narrow = chosen_for(fixed={"method": ("full",), "parallel": (parallel,)}).chosen.tokens_per_s
-        assert narrow <= free * (1 + LAYOUT_GAIN_FRACTION)
-
-
 MIXED = {"method": ("full",), "precision": ("bf16-mixed",)}
 
 
@@ -176,14 +160,6 @@ def test_sharding_where_the_states_do_not_fit() -> None:
     assert ddp.choice == "no"
     assert ddp.needed_bytes is not None
     assert ddp.needed_bytes > plan.workload.budget_bytes
-
-
-def test_one_gpu_is_compared() -> None:
-    plan = chosen_for("Qwen/Qwen2.5-1.5B", "a100-80gb", 8, fixed={"method": ("lora",)})
-    assert answer(plan, "one GPU").choice == "yes, but slower"
-    assert any(each.label == "one GPU" for each in plan.alternatives)
-    large = chosen_for("meta-llama/Llama-3.1-70B", "a100-80gb", 8, fixed={"method": ("lora",)})
-    assert answer(large, "one GPU").choice == "no"
 
 
 def test_quantization_is_discussed_from_four_gpus_on() -> None:
@@ -261,7 +237,7 @@ def test_offloading_beyond_a_usual_host_is_refused_with_its_bytes() -> None:
     assert any("host's memory" in note for note in offloaded_plan.chosen.formula.notes)
 
 
-@pytest.mark.parametrize("gpu", ["rtx-4090", "l4", "a100-40gb"])
+@pytest.mark.parametrize("gpu", some(["rtx-4090", "l4", "a100-40gb"], 3))
 def test_16_bit_master_weights_only_when_asked_for(gpu: str) -> None:
     """Whatever stages are walked: full fine-tuning keeps fp32 master weights, as on one GPU."""
     plan = chosen_for("meta-llama/Llama-3.1-8B", gpu, 4, fixed={"loss": ("chunked", "full")})
@@ -341,17 +317,6 @@ def test_dry_runs_correct_spreads_one_by_one() -> None:
     assert plan.chosen.fits
     assert plan.chosen.setup.parallel != "fsdp2"
     assert len(set(log)) == len(log)
-
-
-def test_corrections_of_one_spread_leave_the_others_alone() -> None:
-    ddp = TrainSetup(num_gpus=8, parallel="ddp")
-    assert correction_key(ddp) != correction_key(ddp.replace(parallel="fsdp2"))
-    assert correction_key(ddp) != correction_key(TrainSetup())
-    assert layout_key(ddp) == layout_key(ddp.replace(micro_batch_seqs=4))
-
-
-def test_fields_of_the_spread_are_all_there() -> None:
-    assert set(FIELDS) < set(TrainSetup.__dataclass_fields__)
 
 
 def test_hyperparameters_follow_the_global_batch_not_the_number_of_gpus() -> None:

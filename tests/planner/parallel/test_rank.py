@@ -99,9 +99,3 @@ def test_a_device_map_holds_one_micro_batch() -> None:
     parts = rank_parts(model, TrainSetup(num_gpus=4, parallel="device-map", accumulation_steps=8))
     assert [part.in_flight for part in parts] == [1, 1, 1, 1]
     assert [part.num_ranks for part in parts] == [1, 1, 1, 1]
-
-
-def test_pipeline_copies_are_counted() -> None:
-    model = loaded("meta-llama/llama-3.1-8b")
-    setup = _pipeline(2, 8, num_gpus=8, parallel="fsdp2")
-    assert [part.num_ranks for part in rank_parts(model, setup)] == [4, 4]

@@ -12,7 +12,6 @@ from planner.planning.decision.layouts import (
     STAGES,
     all_layouts,
     layout_key,
-    layout_name,
     layout_order,
     layouts,
 )
@@ -51,16 +50,15 @@ def test_replicated_and_sharded_come_first_and_offloading_last() -> None:
     assert stages == sorted(stages, key=STAGES.index)
     assert names(job(), "replicate") == ["DDP"]
     assert {"ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"} <= set(names(job(), "shard"))
+    assert not any("groups" in name or "GPipe" in name for name in names(job()))
+    assert not {"dp", "device-map"} & {layout.fields["parallel"] for layout in all_layouts(job())}
+    assert all("GPipe" in name for name in names(job(fixed={"pipeline_schedule": ("gpipe",)})))
 
 
-def test_hybrid_shard_only_over_several_nodes() -> None:
-    assert not any("groups" in name for name in names(job(8)))
+def test_over_several_nodes_groups_are_sharded_and_matrices_stay_within_one() -> None:
     assert "FSDP2 in groups of 8" in names(job(16, nodes=2))
-
-
-def test_tensor_parallelism_stays_within_a_node() -> None:
-    for layout in layouts(job(32, nodes=4), ("split",)):
-        assert layout.fields["tensor_degree"] <= 8
+    assert len(set(names(job(16, nodes=2)))) == len(names(job(16, nodes=2)))
+    assert all(layout.fields["tensor_degree"] <= 8 for layout in layouts(job(32, nodes=4), ("split",)))
 
 
 def test_what_the_global_batch_cannot_be_dealt_to_is_left_out_with_the_reason() -> None:
@@ -89,10 +87,6 @@ def test_a_wish_for_one_way_is_kept(parallel: str) -> None:
     assert {layout.fields["parallel"] for layout in candidates} == {parallel}
 
 
-def test_one_process_and_device_map_only_when_asked_for() -> None:
-    assert not {"dp", "device-map"} & {layout.fields["parallel"] for layout in all_layouts(job())}
-
-
 def test_degrees_that_were_asked_for_are_the_only_ones() -> None:
     candidates = layouts(job(fixed={"tensor_degree": (2,), "pipeline_degree": (2,)}), STAGES)
     assert {layout.name for layout in candidates} == {
@@ -104,17 +98,6 @@ def test_a_degree_that_does_not_divide_the_gpus_is_named() -> None:
     candidates = all_layouts(job(fixed={"tensor_degree": (3,)}))
     assert candidates
     assert all("cannot be cut" in layout.reason for layout in candidates)
-
-
-def test_gpipe_only_when_asked_for() -> None:
-    assert not any("GPipe" in name for name in names(job()))
-    assert all("GPipe" in name for name in names(job(fixed={"pipeline_schedule": ("gpipe",)})))
-
-
-def test_names_tell_all_spreads_apart() -> None:
-    layout_names = names(job(16, nodes=2))
-    assert len(set(layout_names)) == len(layout_names)
-    assert layout_name(TrainSetup()) == "one GPU"
 
 
 def test_key_and_rank_follow_the_setup() -> None:

@@ -39,7 +39,6 @@ def _workload(name: str, gpu: str, num_gpus: int, **fixed: tuple[object, ...]) -
     [
         ("qwen/qwen2.5-1.5b", "rtx-4090", 2),
         ("meta-llama/llama-3.1-8b", "h100-sxm", 16),
-        ("microsoft/phi-2", "t4", 4),
         ("allenai/olmoe-1b-7b-0924", "h100-sxm", 8),
     ],
 )

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.whole import some
+from tests.whole import WHOLE, some
 
 ROOT = Path(__file__).parents[3]
 USERS = [None, "nobody"] if os.geteuid() == 0 else [None]
@@ -258,7 +258,7 @@ def test_without_protection_the_same_program_does_harm(plant: Callable[..., Mach
     assert machine.now() != machine.before
 
 
-@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("user", some(USERS[::-1], 2))
 def test_where_nothing_can_protect_the_program_is_not_run(plant: Callable[..., Machine], user: str | None) -> None:
     machine = plant(user)
     done = machine.trace("touch", "one/project/best.pt", before=WITHOUT["none"])
@@ -295,7 +295,7 @@ print({
 """
 
 
-@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("user", some(USERS[::-1], 2))
 def test_a_program_reaches_no_network_no_device_no_process_and_no_daemon(
     plant: Callable[..., Machine], user: str | None
 ) -> None:
@@ -330,7 +330,7 @@ def test_a_program_reaches_no_network_no_device_no_process_and_no_daemon(
     machine.check()
 
 
-@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("user", some(USERS[::-1], 2))
 def test_where_one_folder_is_writable_devices_processes_and_the_kernel_are_not(
     plant: Callable[..., Machine], user: str | None
 ) -> None:
@@ -369,13 +369,16 @@ def running(mark: str) -> int:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("victim", "number", "user", "unsafe"),
-    [
-        ("planner", signal.SIGKILL, USERS[-1], False),
-        ("planner", signal.SIGKILL, None, True),
-        ("planner", signal.SIGHUP, None, False),
-        ("planner", signal.SIGTERM, USERS[-1], False),
-        ("keeper", signal.SIGKILL, None, False),
-    ],
+    some(
+        [
+            ("planner", signal.SIGKILL, USERS[-1], False),
+            ("planner", signal.SIGKILL, None, True),
+            ("planner", signal.SIGHUP, None, False),
+            ("planner", signal.SIGTERM, USERS[-1], False),
+            ("keeper", signal.SIGKILL, None, False),
+        ],
+        2,
+    ),
 )
 def test_nothing_outlives_the_trace(
     plant: Callable[..., Machine], victim: str, number: signal.Signals, user: str | None, unsafe: bool
@@ -469,7 +472,8 @@ for step in range(1, 99):
 """
 
 
-@pytest.mark.parametrize("kind", some(["namespaces", "landlock"], 2))
+@pytest.mark.skipif(not WHOLE, reason="3 CPU seconds; every write of a program is protected above (TESTS_WHOLE=1)")
+@pytest.mark.parametrize("kind", ["namespaces", "landlock"])
 def test_a_trainer_saves_and_rotates_over_checkpoints_that_were_there(plant: Callable[..., Machine], kind: str) -> None:
     """PyTorch's and safetensors' own writers, in a loop that overwrites a checkpoint and deletes the older."""
     machine = plant(None)

@@ -22,7 +22,7 @@ TOLERANCE = 0.002
 
 @pytest.mark.slow
 def test_the_dry_run_is_what_the_tools_own_trainers_do(warm_programs: Path) -> None:
-    points = some(POINTS, 2)
+    points = some(POINTS, 3)
     words = [word for point in points for word in ("--point", point)]
     command = [str(warm_programs / "python"), "-m", "benchmarks.trace_vs_dryrun", "--layers", "2", "--json", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -93,7 +93,7 @@ for name, *case, settings in (
 
 def test_micro_batches_that_repeat_need_not_be_run(tmp_path: Path, warm_programs: Path) -> None:
     """Of five in each of two steps the fourth does what the two before it did: every figure is equal to the byte."""
-    names = some(["LoRA", "GRPO", "other shapes"], 2)
+    names = some(["LoRA", "GRPO", "other shapes"], 3)
     command = [str(warm_programs / "python"), "-c", REPEATS, str(tmp_path), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
