@@ -37,11 +37,16 @@ READ = {LIGER: TESTED[LIGER]} | dict(next(iter(exporter.VALIDATED_WITH.items()))
 """What is read beside transformers and peft, and of which release."""
 
 
+LAST_4 = "4.57.1"
+"""Of transformers 4, beside today's."""
+
+
 def main() -> None:
     facts: Facts = {**of_transformers(), **of_modeling(), **of_vision(), **of_peft()}
     with tempfile.TemporaryDirectory() as folder:
         for package, read in READERS.items():
-            facts |= read(downloaded(package, Path(folder)))
+            facts |= read(downloaded(package, READ[package], Path(folder)))
+        facts |= of_transformers_4(downloaded("transformers", LAST_4, Path(folder)))
     versions = {name: version(name) for name in ("peft", "transformers")} | READ
     lines = (f" {json.dumps(name)}: {json.dumps(_plain(fact))}" for name, fact in sorted(facts.items()))
     text = ",\n".join([*lines, f' "versions": {json.dumps(versions, sort_keys=True)}'])
@@ -52,17 +57,17 @@ def _plain(fact: Any) -> Any:
     return dict(sorted(fact.items())) if isinstance(fact, Mapping) else sorted(fact)
 
 
-def downloaded(package: str, folder: Path) -> Source:
+def downloaded(package: str, release: str, folder: Path) -> Source:
     """Reads a release of PyPI's: its wheel, or the archive of one that has none."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "-d", str(folder)]
-    subprocess.run([*pip, f"{package}=={READ[package]}"], check=True)
-    (path,) = folder.glob(f"{package.replace('-', '_')}-{READ[package]}*")
+    subprocess.run([*pip, f"{package}=={release}"], check=True)
+    (path,) = folder.glob(f"{package.replace('-', '_')}-{release}*")
     if path.suffix == ".whl":
         return lambda name: zipfile.ZipFile(path).read(name).decode()
 
     def unpacked(name: str) -> str:
         with tarfile.open(path) as archive:
-            member = archive.extractfile(f"{package}-{READ[package]}/{name}")
+            member = archive.extractfile(f"{package}-{release}/{name}")
             assert member is not None
             return member.read().decode()
 
@@ -116,6 +121,21 @@ def _conversions(model_type: str) -> list[Any]:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     return get_checkpoint_conversion_mapping(model_type) or []
+
+
+def of_transformers_4(read: Source) -> Facts:
+    """Types whose router held a bare weight in transformers 4 too, where others have a module of nn.Linear."""
+    return {"bare_routers": {name for name in of_transformers()["expert_modules"] if _has_bare_router(read, name)}}
+
+
+def _has_bare_router(read: Source, name: str) -> bool:
+    try:
+        source = read(f"transformers/models/{name}/modeling_{name}.py")
+    except KeyError:  # came later
+        return False
+    return (
+        re.search(r"self\.weight = nn\.Parameter\(\s*torch\.empty\(\(?(?:self|config)\.\w*experts", source) is not None
+    )
 
 
 def of_modeling() -> Facts:

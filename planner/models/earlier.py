@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from planner.core.shipped import by_model_type
+from planner.core.shipped import by_model_type, model_types
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, Role
 
 _NAMES = by_model_type("expert_modules")
 """Model type -> (the block's name in a layer, an expert's first gate, its up and its down projection)."""
-_BARE_ROUTERS = frozenset({"deepseek_v2", "deepseek_v3", "glm4_moe"})
+_BARE_ROUTERS = model_types("bare_routers")
 """Types whose router held a bare weight in transformers 4 too."""
 
 

@@ -420,8 +420,10 @@ class ModelSpec:
 
     @property
     def reads_both_ways(self) -> bool:
-        """Whether it is an encoder alone, of which a text's tokens see those behind them: it predicts no next one."""
-        return self.model_type in READ_BOTH_WAYS or self.built_class.endswith("ForMaskedLM")
+        """Whether it is an encoder alone, of which a text's tokens see those behind them: it predicts no next one. A
+        configuration may say otherwise of its type (Reformer, XLM)."""
+        encoder = self.model_type in READ_BOTH_WAYS and not (self.config.get("is_decoder") or self.config.get("causal"))
+        return encoder or self.built_class.endswith("ForMaskedLM")
 
     @property
     def unscored(self) -> str:

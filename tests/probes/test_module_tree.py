@@ -139,7 +139,11 @@ def test_a_model_that_sees_images_is_counted_whole(name: str) -> None:
 
 def test_what_fills_masks_predicts_no_next_token() -> None:
     config = {"model_type": "nystromformer", **SIZES, "intermediate_size": 1536}
-    assert spec_of_tree(config, model_id="m", source="s").reads_both_ways
+    spec = spec_of_tree(config, model_id="m", source="s")
+    assert spec.reads_both_ways
+    decoder = replace(spec, built_class="BertLMHeadModel", model_type="bert", config={"is_decoder": True})
+    assert not decoder.reads_both_ways
+    assert replace(decoder, config={}).reads_both_ways
 
 
 def test_a_head_may_share_the_table_of_the_decoder_alone() -> None:

@@ -21,22 +21,24 @@ TARGET = "torchtitan"
 FILE = "torchtitan/torchtitan.toml"
 VALIDATED_WITH = {"torchtitan": "0.2.2", "torch": "2.13.0"}
 MODULE = f"-m torchtitan.train --job.config_file launch/{FILE}"
-FAMILIES = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama3"}
-"""Model type -> the folder of torchtitan's `models` that has it."""
 LLAMA = "llama3"
+
+
+def family(model: ModelSpec) -> str:
+    """The folder of torchtitan's `models` that has a model's type, or would."""
+    return LLAMA if model.model_type == "llama" else model.model_type.removesuffix("_moe")
 
 
 def flavor(model: ModelSpec | None) -> str:
     """torchtitan's name of a model's size, "" where it has no such model."""
-    family = FAMILIES.get(model.model_type, "") if model is not None else ""
-    if model is None or not family:
+    if model is None:
         return ""
-    if family == LLAMA:
+    if family(model) == LLAMA:
         scaling = model.config.get("rope_scaling") or model.config.get("rope_parameters") or {}
         # torchtitan's Llama scales its rotary frequencies like Llama 3.1 does
         if model.vocab_size != 128256 or scaling.get("factor") != 8:
             return ""
-    flavors: Mapping[str, str] = by_model_type("torchtitan")[family]
+    flavors: Mapping[str, str] = by_model_type("torchtitan").get(family(model), {})
     return flavors.get(f"{model.hidden_size} x {model.num_layers}", "")
 
 
@@ -103,7 +105,7 @@ def _sections(request: ExportRequest) -> list[Section]:
         section("job", Line("dump_folder", shown_path(request.output_dir))),
         section(
             "model",
-            Line("name", FAMILIES[request.model.model_type]),
+            Line("name", family(request.model)),
             Line("flavor", flavor(request.model)),
             Line("hf_assets_path", shown_path(request.model_id), "a folder on disk"),
         ),
