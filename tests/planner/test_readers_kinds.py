@@ -283,20 +283,6 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "more", "precision"),
-    [
-        ("full", "", "fp32"),  # 16 bytes a parameter, which were counted as bf16's 8
-        ("full", "pure_bf16: true\n", "bf16-pure"),
-        ("lora", "flash_attn: fa2\ninfer_dtype: float32\n", "bf16-pure"),  # of models that do not train
-        ("lora", "bf16: true\n", "bf16-autocast"),
-    ],
-)
-def test_llama_factorys_weights_without_autocast(kind: str, more: str, precision: str) -> None:
-    text = FACTORY.format("Qwen/Qwen3-0.6B").replace("bf16: true\n", more).replace("type: lora", f"type: {kind}")
-    assert read_text(text, "factory.yaml").setup.precision == precision
-
-
 @pytest.mark.parametrize("name", WRITES)
 def test_a_file_that_a_script_writes_is_read(name: str) -> None:
     config = read_text(WRITES[name], "run.sh")
@@ -498,6 +484,7 @@ def test_own_settings_that_evaluate_who_knows_how_many_ask(settings: str) -> Non
 BARE = OWN_YAML.replace("bf16: true\ntorch_dtype: bfloat16\n", "")
 UNNAMED = OWN_YAML.replace("model_name: Qwen/Qwen3-0.6B\n", "")
 ZERO2 = "deepspeed: {zero_optimization: {stage: 2}}\n"
+BARE_FACTORY = FACTORY.format("Qwen/Qwen3-0.6B").replace("bf16: true\n", "")
 SETTINGS_SAY: dict[tuple[str, int, str], dict[str, object]] = {
     (OWN_YAML, 1, "eval_seqs"): {
         "training: {eval_strategy: steps, per_device_eval_batch_size: 4}\n": 4,
@@ -538,6 +525,19 @@ SETTINGS_SAY: dict[tuple[str, int, str], dict[str, object]] = {
         "resize_vocab: false\n": (),
         "": (),
     },
+    # LLaMA-Factory's weights without autocast: 16 bytes a parameter were counted as bf16's 8; `infer_dtype` trains none
+    (BARE_FACTORY.replace("type: lora", "type: full"), 1, "precision"): {"": "fp32", "pure_bf16: true\n": "bf16-pure"},
+    (BARE_FACTORY, 1, "precision"): {
+        "flash_attn: fa2\ninfer_dtype: float32\n": "bf16-pure",
+        "bf16: true\n": "bf16-autocast",
+    },
+    # Ray's workers are GPUs; bitsandbytes has two names
+    (BARE_FACTORY, 1, "num_gpus parallel"): {"ray_num_workers: 4\n": (4, "ddp")},
+    (FACTORY.format("m") + "quantization_bit: 4\n", 1, "quantization approximations"): {
+        f"quantization_method: {word}\n": ("nf4-double", ()) for word in ("bnb", "bitsandbytes")
+    },
+    # a word of rollouts matters to rollouts alone
+    (AXOLOTL, 1, "objective"): {"async_prefetch: true\n": "sft"},
     # DeepSpeed on one GPU holds its own states
     (AXOLOTL, 1, "parallel offload num_gpus"): {
         ZERO2: ("zero2", "none", 1),
@@ -610,13 +610,9 @@ def test_adapters_of_another_library_are_refused_by_name(trainer: str, start: st
 
 
 SETTINGS = "args = SFTConfig('o', per_device_train_batch_size=3, max_length=640, bf16=True)\n"
-
-
 OWN_CLASS = (
     "class C:\n    def __init__(self, **kw):\n        for k, v in kw.items():\n            setattr(self, k, v)\n"
 )
-
-
 TRAINER = "trainer = SFTTrainer(model=model, args=args, train_dataset=ds, eval_dataset=ev)\ntrainer.train()\n"
 BEFORE = "args = SFTConfig('o', per_device_train_batch_size=1)\n"
 TOKENIZER = "tok = AutoTokenizer.from_pretrained(NAME)\n"
@@ -923,12 +919,6 @@ def test_a_loss_of_torchtune_that_cuts_all_logits_has_them_all(named: str, loss:
     assert any("rotary tables in every layer" in approximation for approximation in config.approximations)
 
 
-def test_rays_workers_of_llama_factory_are_its_gpus() -> None:
-    text = "model_name_or_path: m\nstage: sft\ndo_train: true\nfinetuning_type: lora\nray_num_workers: 4\n"
-    setup = read_text(text, "ray.yaml").setup
-    assert (setup.num_gpus, setup.parallel) == (4, "ddp")
-
-
 def test_fsdps_own_checkpointing_is_where_axolotls_comes_from() -> None:
     text = "base_model: m\nadapter: lora\nfsdp_config:\n  activation_checkpointing: true\n"
     assert read_text(text, "a.yml", around=FileContext(num_gpus=2)).origins["checkpointing"] == "a.yml:4"
@@ -1149,15 +1139,3 @@ def test_what_transformers_brings_is_not_asked_for(package: str) -> None:
     assert open_fields(read(guard + LOADED.format("") + TRAINED)) == set()
     other = guard.replace(package, "liger_kernel").replace(f"    {name} = None\n", "")
     assert open_fields(read(other + LOADED.format("") + TRAINED)) == {"seq_len_tokens"}
-
-
-def test_what_a_word_of_a_rollout_says_matters_to_rollouts_alone() -> None:
-    text = "base_model: m\nadapter: lora\nlora_r: 8\nlora_target_linear: true\nsequence_len: 64\nasync_prefetch: true\n"
-    assert read_text(text, "a.yml").setup.objective == "sft"
-
-
-@pytest.mark.parametrize("word", ["bnb", "bitsandbytes"])
-def test_llamafactorys_bitsandbytes_has_two_names(word: str) -> None:
-    text = "model_name_or_path: m\ndo_train: true\nstage: sft\ncutoff_len: 64\nquantization_bit: 4\n"
-    reading = read_text(f"{text}quantization_method: {word}\n", "lf.yaml")
-    assert (reading.setup.quantization, reading.approximations) == ("nf4-double", ())

@@ -673,6 +673,14 @@ SAY: dict[str, dict[str, object]] = {
         "def train(settings):\n    if not settings:\n        raise ValueError\n"
         "    SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=settings['batch'])).train()\n"
         "train(SETTINGS)\n": 5,
+        # programs that train on request are read as if asked
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--train', action='store_true')\n"
+        "a = p.parse_args()\ndef main(n):\n"
+        + TRAIN.format(batch="n").replace("\n", "\n    ")
+        + "\nif a.train:\n    main(4)\n": 4,
+        # what leaves a loop that is followed
+        "for size in sorted([7, 3, 5]):\n    if size > 4:\n        batch = size\n        break\n"
+        + TRAIN.format(batch="batch"): 5,
         # choices between settings keep what both have
         "from pathlib import Path\nclass Settings:\n    batch = 6\n"
         "more = {} if Path('/data').exists() else {'revision': 'abc'}\n"
@@ -753,18 +761,6 @@ def test_a_condition_that_decides_a_version_asks_for_no_version() -> None:
     asked_for = open_fields(read(body))
     assert "loss" in asked_for
     assert not {field for field in asked_for if field.endswith("_version")}
-
-
-def test_programs_that_train_on_request_are_read_as_if_asked() -> None:
-    body = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--train', action='store_true')\n"
-    body += "a = p.parse_args()\n"
-    says(
-        read(
-            body + "def main(n):\n" + TRAIN.format(batch="n").replace("\n", "\n    ") + "\nif a.train:\n    main(4)\n"
-        ),
-        "micro_batch_seqs",
-        4,
-    )
 
 
 def test_trainers_of_programs_are_what_their_names_say() -> None:
@@ -924,11 +920,6 @@ def test_what_a_loop_may_have_skipped_is_open(tmp_path: Path) -> None:
         "gradient_accumulation_steps=other['batch'])).train()\n"
     )
     assert {"micro_batch_seqs", "accumulation_steps"} <= open_fields(read_config(script))
-    config = read(
-        "for size in sorted([7, 3, 5]):\n    if size > 4:\n        batch = size\n        break\n"
-        + TRAIN.format(batch="batch")
-    )
-    assert config.setup.micro_batch_seqs == 5
 
 
 @pytest.mark.parametrize("name", ["train.py", "conditional.py"])
