@@ -287,8 +287,9 @@ def _changes(
         yield from _more_gpus(workload, nearest, cache)
         yield from _larger_host(workload, results)
     yield from _larger_gpu(workload, [(workload, nearest.setup), *other_forms])
-    # The largest catalogue model of the same type that fits with this setup, of the same maker where it has one.
-    smaller: list[tuple[bool, int, str, int]] = []
+    # The largest catalogue model of the same type that fits with this setup, of the same maker and, of its models, with
+    # the same vocabulary (of Llama 3's, not Llama 2's) where there is one, of two as large that of the longer context.
+    smaller: list[tuple[bool, bool, int, int, str, int]] = []
     maker = workload.model.model_id.partition("/")[0].lower()
     for name in catalogue.names(model_type=workload.model.model_type):
         with suppress(PlannerError):
@@ -298,7 +299,9 @@ def _changes(
             peak = device_peak_bytes(model, workload.gpu, nearest.setup)
             if peak <= workload.budget_bytes:
                 same_maker = model.model_id.partition("/")[0].lower() == maker
-                smaller.append((same_maker, model.num_params, model.model_id, peak))
+                same_words = model.vocab_size == workload.model.vocab_size
+                positions = model.max_position_embeddings or 0
+                smaller.append((same_maker, same_words, model.num_params, positions, model.model_id, peak))
     if smaller:
         *_, model_id, peak = max(smaller)
         yield Remedy(f"a smaller model: {model_id}", nearest.formula.peak_device_bytes - peak)
