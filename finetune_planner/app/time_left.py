@@ -18,10 +18,6 @@ START_S = 3.0
 LEAST_LAYERS, LEAST_STEPS, TIMED_MICRO_BATCHES = 6, 4, 3
 """Of a truncated probe: layers of its two depths together, steps of each (two warm it up, one is the first without
 marks, one is timed), micro-batches of a step with gradient accumulation (`probes.gpu.request.Limits`)."""
-MATRIX = 768
-FASTER = 4.0
-"""How many times faster than the float32 products that were timed a CPU may train: units for bf16, a moment less busy.
-Judgement."""
 
 
 class TimeIsUp(BaseException):
@@ -67,15 +63,3 @@ def least_probe_s(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, flops_per_s
     step = setup.micro_batch_seqs, min(setup.accumulation_steps, TIMED_MICRO_BATCHES)
     head, share = profile.head_flops(*step), min(1.0, LEAST_LAYERS / max(1, len(model.layer_order)))
     return START_S + LEAST_STEPS * (share * (profile.flops(*step) - head) + 2 * head) / flops_per_s
-
-
-def cpu_flops_per_s() -> float:
-    """The rate beyond which this CPU multiplies no matrices: `FASTER` than the best of three products now."""
-    import numpy as np
-
-    matrix, times = np.ones((MATRIX, MATRIX), np.float32), []
-    for _ in range(3):
-        begun = time.perf_counter()
-        matrix @ matrix
-        times.append(time.perf_counter() - begun)
-    return FASTER * 2 * MATRIX**3 / max(min(times), 1e-9)

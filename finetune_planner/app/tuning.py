@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune_planner.app import machine
 from finetune_planner.app.history import history_of, outcomes
 from finetune_planner.app.progress import ProgressLine, say
-from finetune_planner.app.time_left import TimeIsUp, cpu_flops_per_s, least_probe_s, until
+from finetune_planner.app.time_left import TimeIsUp, least_probe_s, until
 from planner.core.children import ended_by_scheduler
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.notes import measured
@@ -383,7 +383,7 @@ def tune_plan(
 
 
 def _least_s(workload: Workload, how: Tuning, line: ProgressLine, first: TrainSetup) -> Callable[[TrainSetup], float]:
-    rate = cpu_flops_per_s() if how.rehearses else workload.gpu.bf16_flops_per_s or math.inf
+    rate = math.inf if how.rehearses else workload.gpu.bf16_flops_per_s or math.inf  # nobody knows this CPU's
     least_s = partial(least_probe_s, workload.model, workload.gpu, flops_per_s=rate)
     if how.rehearses:
         line.note(

@@ -407,7 +407,7 @@ def fixed_text(
     }
     if others := sorted(name for name in elsewhere if not name.startswith(f"{file.name}:")):
         raise ConfigError(
-            f"{file.name} takes settings from {', '.join(others)}: --fix changes the file that it is given",
+            f"{file.name} takes settings from {', '.join(others)}, which --fix changes where that file is checked",
             hint="check the file that says them, or make the changes by hand",
         )
     program = config.format in PROGRAMS

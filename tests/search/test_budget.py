@@ -108,7 +108,7 @@ def test_what_cannot_end_in_the_time_that_is_left_is_not_begun(
     """Also no dry run goes before it."""
     for name in ("probes.gpu.executors.run_probe", "finetune_planner.app.levels.dry_run_setup"):
         monkeypatch.setattr(name, lambda *args, **values: pytest.fail("begun"))
-    monkeypatch.setattr("finetune_planner.app.tuning.cpu_flops_per_s", lambda: 1e9)
+    monkeypatch.setattr("finetune_planner.app.tuning.least_probe_s", lambda *args, **values: 1e6)
     plan, _ = tuned(tmp_path, 20.0, dry_run=True)
     assert "no probe was measured (a probe takes " in plan.notes[-1]
     assert "probes run on this CPU, which is slow" in capsys.readouterr().err
