@@ -110,7 +110,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_children: None) 
     lines = [
         json.dumps({"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}) for q, a in chats
     ]
-    Path("chats.jsonl").write_text("\n".join(lines))
+    for name in ("chats.jsonl", "data.jsonl"):
+        Path(name).write_text("\n".join(lines))
     Path(UNLISTED).mkdir()
     Path(UNLISTED, "config.json").write_text(json.dumps(UNLISTED_CONFIG))
     return tmp_path
