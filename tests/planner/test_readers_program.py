@@ -896,8 +896,21 @@ def test_the_settings_of_one_file_of_hydras_are_filled_in(tmp_path: Path) -> Non
     assert (ran.model_id, ran.setup.micro_batch_seqs, ran.setup.accumulation_steps, ran.setup.seq_len_tokens) == (
         "org/gpt2-xl", 3, 4, 512,
     )  # fmt: skip
-    settings.write_text(f"defaults: [_self_, more]\n{text.replace('name: org/gpt2', '')}")
-    assert "Hydra puts it together" in str([gap for gap in read_config(script).missing if gap.field == "model"])
+    (tmp_path / "conf" / "other.yaml").write_text(text.replace("micro: 3", "micro: 7"))
+    for words in (["--config-name=other"], ["--config-name", "other"], ["-cn", "other", "length=512"]):
+        assert read_config(script, arguments=tuple(words)).setup.micro_batch_seqs == 7
+    for defaults, words, is_open in (
+        ("[more]", (), False),
+        ("[_self_, more]", (), True),
+        ("[training: base]", (), False),
+        ("[training: base]", ("training=base",), False),
+        ("[_self_, training: base]", (), True),
+        ("[_self_, other@_global_: base]", (), True),
+    ):
+        settings.write_text(f"defaults: {defaults}\n{text}")
+        assert ("micro_batch_seqs" in open_fields(read_config(script, arguments=words))) is is_open, defaults
+    script.write_text(script.read_text().replace("cfg.training.micro", "cfg.training.get('micro_batch', 1)"))
+    assert "micro_batch_seqs" in open_fields(read_config(script))
 
 
 def test_hydras_bombs_and_circles_end() -> None:

@@ -5,6 +5,7 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from planner.core.errors import ConfigError
@@ -63,8 +64,16 @@ def environment(reader: Reading, made: CallResult) -> Value:
 
 def hydra_settings(reader: Reading, made: CallResult) -> Value:
     """The settings that `@hydra.main` hands to its function: those of the named file; what its `defaults` put in beside
-    them is open."""
+    them is open.
+
+    Source: Hydra 1.3, "The Defaults List" (the file itself comes last, or where `_self_` stands), "Packages".
+    """
     folder, name = (plain(made.keywords.get(key)) for key in ("config_path", "config_name"))
+    words = reader.outside.arguments or ()
+    spelled = [part for word in words for part in (word.split("=", 1) if word.startswith("-") else [word])]
+    for flag, value in pairwise(spelled):
+        name = value if flag in ("--config-name", "-cn") else name
+        folder = value if flag in ("--config-path", "-cp") else folder
     path = "/".join(str(part).removeprefix("./").rstrip("/") for part in (folder, name) if isinstance(part, str))
     path = path.removesuffix(".yaml") + ".yaml"
     text = reader.outside.read_exact(path)
@@ -75,11 +84,32 @@ def hydra_settings(reader: Reading, made: CallResult) -> Value:
     except ConfigError as error:
         return Unknown(f"{made.where}: {error.message}")
     reader.program.sources.append(path)
-    values = loading.with_words(parsed.values, reader.outside.arguments or ())
-    listed = [entry for entry in values.pop("defaults", None) or () if entry != "_self_"]
-    more = f"{path}: Hydra puts it together of several files" if listed else ""
-    settings = to_value(values, path, parsed.lines)
-    return DictValue(settings.entries, path, more) if isinstance(settings, DictValue) else settings
+    values = dict(parsed.values)
+    listed = [(entry == "_self_", _place_of(entry)) for entry in values.pop("defaults", None) or ()]
+    places = [place for is_self, place in listed if not is_self]
+    over = listed[listed.index((True, "")) + 1 :] if (True, "") in listed else []
+    more = f"{path}: Hydra puts it together of several files" if places else ""
+    if any(place in ("", "_global_") for _, place in over):
+        return Unknown(more)
+    chosen = [word for word in words if word.lstrip("+~").partition("=")[0] in places]
+    values = loading.with_words(values, [word for word in words if word not in chosen])
+    for _, place in over:
+        values.pop(place, None)
+    return _opened(to_value(values, path, parsed.lines), more)
+
+
+def _place_of(entry: Any) -> str:
+    """The setting under which a file of Hydra's `defaults` list is put in, "" for none."""
+    group = str(next(iter(entry), "")) if isinstance(entry, Mapping) else ""
+    group, _, package = group.removeprefix("override ").removeprefix("optional ").partition("@")
+    return (package or group).strip("/").replace("/", ".").partition(".")[0]
+
+
+def _opened(settings: Value, more: str) -> Value:
+    """The settings, of which every mapping may have more entries for a reason."""
+    if not isinstance(settings, DictValue) or not more:
+        return settings
+    return DictValue({name: _opened(value, more) for name, value in settings.entries.items()}, settings.where, more)
 
 
 def loaded(reader: Reading, made: CallResult) -> Value:
