@@ -51,11 +51,11 @@ class _Init:
             self.fields = dataclasses.fields(self.owner)
             self.positional = [field.name for field in self.fields if field.init and not field.kw_only]
         taken, put = len(arguments) + len(values), object.__setattr__
-        values |= zip(self.positional, arguments, strict=False)
+        given = values | dict(zip(self.positional, arguments, strict=False))
         for field in self.fields:
-            if field.init and field.name in values:
+            if field.init and field.name in given:
                 taken -= 1
-                put(instance, field.name, values[field.name])
+                put(instance, field.name, given[field.name])
             elif field.default is not MISSING:
                 put(instance, field.name, field.default)
             elif field.default_factory is not MISSING:

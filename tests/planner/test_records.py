@@ -69,7 +69,7 @@ def _plain(make: Callable[..., Any]) -> Any:
     @make(frozen=True, repr=False, eq=False)
     class Case:
         size_bytes: int
-        names: Any = None
+        names: Any
 
     return Case
 
@@ -89,12 +89,15 @@ def _said(act: Callable[[], Any]) -> Any:
         return type(error), str(error)
 
 
+def _parameters(kind: Any) -> list[Any]:
+    return [(parameter.name, parameter.kind) for parameter in inspect.signature(kind).parameters.values()]
+
+
 def _behaviour(kind: Any, arguments: tuple[Any, ...], values: dict[str, Any]) -> list[Any]:
     """What can be seen of an object of `kind`."""
-    seen = [(parameter.name, parameter.kind) for parameter in inspect.signature(kind).parameters.values()]
-    made = _said(lambda: kind(*arguments, **values))
+    made = _said(lambda: kind(*arguments, **values))  # first: the signature is that of the compiled method
     if not isinstance(made, kind):
-        return [*seen, made]
+        return [made, *_parameters(kind)]
     equal, other = kind(*arguments, **values), dataclasses.replace(made, size_bytes=5)
     attributes = [attribute.name for attribute in dataclasses.fields(kind)]
     return [
@@ -105,7 +108,7 @@ def _behaviour(kind: Any, arguments: tuple[Any, ...], values: dict[str, Any]) ->
         hasattr(made, "__dict__") and _said(lambda: setattr(made, "unknown", 4)),  # slots: the library's own fault
         _said(lambda: delattr(made, "size_bytes")),
         hash(made) == hash(tuple(getattr(made, attribute) for attribute in attributes[:2])) if kind.__hash__ else None,
-        kind.__match_args__, hasattr(made, "__dict__"),
+        kind.__match_args__, hasattr(made, "__dict__"), *_parameters(kind),
     ]  # fmt: skip
 
 
