@@ -16,7 +16,7 @@ from probes.phantom.cuda import Refused
 
 
 class _Kind(NamedTuple):
-    """How one family shows pictures.
+    """How one class of processors shows pictures.
 
     Attributes:
         picture: what stands for one in a conversation.
@@ -82,7 +82,7 @@ def _idefics(video_processor: str = "") -> _Kind:
 PICTURE = "PICTURE"
 """In a stand-in's template: where the family's own words for a picture go."""
 KINDS = {
-    "llava": _Kind(
+    "LlavaProcessor": _Kind(
         picture="<image>\n",
         sizes=lambda config: {"size": {"shortest_edge": config.vision_config.image_size}, "crop_size": _square(config)},
         arguments=lambda config: {
@@ -91,7 +91,7 @@ KINDS = {
             "num_additional_image_tokens": 1,  # CLIP's own, which stands for the whole picture
         },
     ),
-    "gemma3": _Kind(
+    "Gemma3Processor": _Kind(
         picture="<start_of_image>",
         tokens={
             "image_token": ("<image_soft_token>", "image_token_id"),
@@ -101,7 +101,7 @@ KINDS = {
         sizes=lambda config: {"size": _square(config)},
         arguments=lambda config: {"image_seq_length": config.mm_tokens_per_image},
     ),
-    "gemma3n": _Kind(
+    "Gemma3nProcessor": _Kind(
         picture="<image_soft_token>",
         tokens={
             "image_token": ("<image_soft_token>", "image_token_id"),
@@ -115,7 +115,7 @@ KINDS = {
         arguments=lambda config: {"image_seq_length": config.vision_soft_tokens_per_image},
         has_audio=True,
     ),
-    "gemma4": _Kind(
+    "Gemma4Processor": _Kind(
         picture="<|image|>",
         tokens={
             "image_token": ("<|image|>", "image_token_id"),
@@ -132,9 +132,9 @@ KINDS = {
         marks=(("audio_token", "<|audio|>"), ("boa_token", "<|audio>"), ("eoa_token", "<audio|>")),
         has_audio=True,
     ),
-    "idefics3": _idefics(),
-    "smolvlm": _idefics("SmolVLMVideoProcessor"),
-    "internvl": _Kind(
+    "Idefics3Processor": _idefics(),
+    "SmolVLMProcessor": _idefics("SmolVLMVideoProcessor"),
+    "InternVLProcessor": _Kind(
         picture="<IMG_CONTEXT>\n",
         tokens={"context_image_token": ("<IMG_CONTEXT>", "image_token_id")},
         sizes=lambda config: {
@@ -144,7 +144,7 @@ KINDS = {
         video_processor="InternVLVideoProcessor",
         marks=(("start_image_token", "<img>"), ("end_image_token", "</img>"), ("video_token", "<video>")),
     ),
-    "mistral3": _Kind(
+    "PixtralProcessor": _Kind(
         picture="[IMG]",
         tokens={"image_token": ("[IMG]", "image_token_id")},
         sizes=lambda config: {
@@ -157,16 +157,16 @@ KINDS = {
         },
         marks=(("image_break_token", "[IMG_BREAK]"), ("image_end_token", "[IMG_END]")),
     ),
-    "mllama": _Kind(
+    "MllamaProcessor": _Kind(
         picture="<|image|>",
         tokens={"image_token": ("<|image|>", "image_token_id")},
         sizes=lambda config: {"size": _square(config), "max_image_tiles": config.vision_config.max_num_tiles},
     ),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _qwen("Qwen2VLVideoProcessor", 56 * 56, 16384 * 28 * 28)),
     **dict.fromkeys(
-        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen("Qwen3VLVideoProcessor", 256 * 256, 4096 * 4096)
+        ("Qwen2VLProcessor", "Qwen2_5_VLProcessor"), _qwen("Qwen2VLVideoProcessor", 56 * 56, 16384 * 28 * 28)
     ),
-    "paligemma": _Kind(
+    "Qwen3VLProcessor": _qwen("Qwen3VLVideoProcessor", 256 * 256, 4096 * 4096),
+    "PaliGemmaProcessor": _Kind(
         sizes=lambda config: {
             "size": _square(config),
             "image_seq_length": (config.vision_config.image_size // config.vision_config.patch_size) ** 2,
@@ -184,26 +184,29 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
     Raises:
         Refused: of a family that is not known here.
     """
-    kind = KINDS.get(config.model_type)
-    if kind is None:
+    import transformers
+    from transformers.models.auto import image_processing_auto, processing_auto
+
+    processors, by_type = processing_auto.PROCESSOR_MAPPING_NAMES, image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
+    processor = processors.get(config.model_type, "")
+    # a type that has no image processor has that of another with its processor (Qwen3-VL's mixture)
+    alike = (other for other in (config.model_type, *processors) if processors.get(other) == processor)
+    images = next((name for other in alike if (name := by_type.get(other, {}).get("pil"))), "")
+    kind = KINDS.get(processor)
+    if kind is None or not images:
         raise Refused(
             f"{name}: its processor is not on this machine, and what {config.model_type} makes of a picture is not "
             f"known here ({', '.join(KINDS)} are)"
         )
-    import transformers
-    from transformers.models.auto import image_processing_auto, processing_auto
-
     text = tokenizer({getattr(config, field): token for token, field in kind.tokens.values()})
     text.add_tokens([token for _, token in kind.marks], special_tokens=True)
     for attribute, token in (*((name, token) for name, (token, _) in kind.tokens.items()), *kind.marks):
         setattr(text, attribute, token)
         setattr(text, f"{attribute}_id", text.convert_tokens_to_ids(token))
     text.chat_template = text.chat_template.replace(PICTURE, kind.picture)
-    image_class = image_processing_auto.get_image_processor_class_from_name(
-        image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[config.model_type]["pil"]
-    )
+    image_class = image_processing_auto.get_image_processor_class_from_name(images)
     parts = {"image_processor": image_class(**kind.sizes(config)), "tokenizer": text}
-    cls = _class(processing_auto, processing_auto.PROCESSOR_MAPPING_NAMES[config.model_type])
+    cls = _class(processing_auto, processor)
     arguments = {"chat_template": text.chat_template, **kind.arguments(config)}
     if not kind.video_processor and not kind.has_audio:
         return cls(**parts, **arguments)

@@ -165,8 +165,9 @@ _QWEN_VISION = {"depth": 2, "num_heads": 2, "hidden_size": 64, "intermediate_siz
         [
             ("qwen2_5_vl", "Qwen2_5_VL", {"fullatt_block_indexes": [1]}, 74 * 74),  # 1024 pixels become 1036 of 14 each
             ("qwen3_vl", "Qwen3VL", {"deepstack_visual_indexes": [0]}, 64 * 64),
+            ("qwen3_vl_moe", "Qwen3VLMoe", {"deepstack_visual_indexes": [0]}, 64 * 64),
         ],
-        2,
+        3,
     ),
 )
 def test_qwens_pictures_have_as_many_tokens_as_their_size_makes(
