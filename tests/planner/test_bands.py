@@ -260,6 +260,19 @@ def test_a_tool_on_transformers_trainer_has_its_libraries_band_wider(stack: str)
         assert bands["device"][1] >= 0.082
 
 
+@pytest.mark.parametrize("stack", ["axolotl", "llamafactory", "ms-swift"])
+def test_on_several_gpus_its_speed_is_as_sure_as_the_trainers(stack: str) -> None:
+    """-55 to +34 % before, of stacks that nobody ran, where a plan for Axolotl said +-18 %."""
+    model = loaded("meta-llama/Llama-3.1-8B")
+    bands = [
+        predict(model, A100, setup_from_request({"num_gpus": 8, "parallel": "ddp", "stack": name})).bands[
+            "tokens_per_s"
+        ]
+        for name in (stack, "trl")
+    ]
+    assert bands[0] == bands[1]
+
+
 @pytest.mark.parametrize(("stack", "words"), [("accelerate-loop", "-55 to +"), ("trl", "±")])
 def test_a_speed_s_band_is_the_same_in_text_and_json(stack: str, words: str) -> None:
     """ "±143 %" stood for runs of which the slowest had 41 % of the predicted speed and the fastest 13 % more."""

@@ -259,6 +259,8 @@ def evidence_bands(level: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[st
     memory_cells = [*filter(None, map(owns.get, MEMORY))] or [*filter(None, map(pools.get, MEMORY))]
     bands = {}
     for metric, stack_cell in owns.items():
+        if stack_cell is None and metric == "tokens_per_s" and stack in TRAINERS:
+            continue  # the speed model's own band, which is the Trainer's
         if stack_cell is None and metric in MEMORY:
             bands[metric] = (max(band.below for band in memory_cells), max(band.above for band in memory_cells))
         elif stack_cell is not None or pools[metric] is not None:
