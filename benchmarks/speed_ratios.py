@@ -37,7 +37,7 @@ RATIOS: dict[str, tuple[Change, Change]] = {
         lambda p: p.setup.micro_batch_seqs,
     ),
     "checkpointing on / off": (lambda p: (_setup(p, checkpointing=0), p.conditions), lambda p: p.setup.checkpointing),
-    "QLoRA / LoRA": (lambda p: (_same_method(p), p.conditions), lambda p: p.setup.method),
+    "QLoRA / LoRA": (lambda p: (_same_method(p), replace(p.conditions, fused_lora=False)), lambda p: p.setup.method),
     "QLoRA with / without fp32 cast": (
         lambda p: (_setup(p, kbit_fp32_cast=False) if p.setup.quantized else p.key, p.conditions),
         lambda p: p.setup.kbit_fp32_cast,

@@ -40,6 +40,7 @@ class Stack:
         shifted_loss: that kernel is given a shifted copy of fp32 logits, which stay beside it.
         clips_gradients: the step computes the gradients' norm and scales them.
         steps_in_backward: each parameter is stepped, and its gradient dropped, as that comes: nothing accumulates.
+        fuses_plain_adapters: whether its fused kernels take adapters of a base that is not quantized.
         quantized_adapters: data type of the adapters of a quantized base whose embeddings were not cast to fp32, where
             `adapter_dtype` is "auto"; of any other base they are fp32 unless `plain_adapters` says otherwise.
         plain_adapters: data type of the adapters of a 16-bit base, "" for the base's own.
@@ -95,6 +96,7 @@ class Stack:
     clips_gradients: bool = True
     steps_in_backward: bool = False
     quantized_adapters: str = "fp32"
+    fuses_plain_adapters: bool = True
     plain_adapters: str = "fp32"
     reentrant_checkpointing: bool = False
     checkpoints_trained: bool = False
@@ -283,9 +285,11 @@ _ROWS = (
         in_place_loss=True,
         shifted_loss=True,
         quantized_adapters="bf16",
+        fuses_plain_adapters=False,
         wide_embedding_states=True,
-        source="fms-acceleration plugins/fused-ops-and-kernels (Unsloth's cross-entropy in the place of "
-        "torch.nn.CrossEntropyLoss) under transformers 4.44 and 4.45 (logits.float(), shift_logits.contiguous())",
+        source="fms-acceleration plugins/fused-ops-and-kernels (framework_plugin_fast_kernels.py: 'fused_lora only "
+        "required for quant-peft'; Unsloth's cross-entropy in the place of torch.nn.CrossEntropyLoss) under "
+        "transformers 4.44 and 4.45 (logits.float(), shift_logits.contiguous())",
     ),
     Stack(
         name="prime-rl",

@@ -561,7 +561,8 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
 
     def fused_parts(self, model_type: str) -> frozenset[str]:
         """What of a layer of this type runs as kernels of its own (`planner.options.kernels.parts_of`)."""
-        return parts_of(self.kernels, model_type, compiled=self.compiled)
+        parts = parts_of(self.kernels, model_type, compiled=self.compiled)
+        return parts if self.trainer.fuses_plain_adapters or self.quantization != "none" else parts - {"lora"}
 
     @property
     def sequence_chunks(self) -> int:

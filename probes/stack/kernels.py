@@ -61,7 +61,7 @@ def apply_kernels(model: Any, setup: TrainSetup) -> None:
         KernelsMissing: a real device without the packages, or one that no Triton kernel runs on.
     """
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    parts = parts_of(setup.kernels, inner.config.model_type)
+    parts = parts_of(setup.kernels, inner.config.model_type) & setup.fused_parts(inner.config.model_type)
     if not parts:
         return
     device = next(model.parameters()).device.type
