@@ -9,11 +9,11 @@ from enum import StrEnum
 from functools import cache
 
 from planner.core.errors import NotPlanned
-from planner.core.notes import measured
+from planner.core.notes import measured, risk
 from planner.core.records import dataclass
 from planner.core.units import gib, percent
 from planner.frameworks.readers.evaluating import setting_of
-from planner.frameworks.readers.types import Bound, LowerBound, ReadConfig, UpperBound
+from planner.frameworks.readers.types import EXPANDABLE, Bound, LowerBound, ReadConfig, UpperBound
 from planner.frameworks.tools import changed_fields
 from planner.hardware.cluster import most_per_node
 from planner.hardware.gpu import GpuSpec
@@ -303,13 +303,13 @@ def check(
             # a changed setup stands on the formula: its band, where that is wider
             add(label, setup, after, step_band.wider(band_of(after, config)), changes_training)
     verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
-    if verdict is Verdict.FITS and (_keeps_all_logits(config) or judge(of_step, budget_bytes, step_band) != verdict):
+    afterwards = reload_bytes(config, model, gpu)
+    segments = _needs_segments(config, predict, budget_bytes, band) if verdict is Verdict.FITS else ()
+    more = _keeps_all_logits(config) or afterwards > budget_bytes or segments
+    if verdict is Verdict.FITS and (more or judge(of_step, budget_bytes, step_band) != verdict):
         verdict = Verdict.UNCERTAIN
     if config.refusals or cannot_run(model, gpu, config.setup):
         verdict = Verdict.CANNOT_RUN
-    afterwards = reload_bytes(config, model, gpu)
-    if verdict is Verdict.FITS and afterwards > budget_bytes:
-        verdict = Verdict.UNCERTAIN
     return CheckResult(
         config=config,
         gpu=gpu,
@@ -323,11 +323,16 @@ def check(
             *(measured(f"{CANNOT_RUN}{reason}") for reason in config.refusals),
             *_evaluation_notes(config, model, evaluation if decides else 0),
             *_loading_notes(config, model, gpu, of_step.peak_device_bytes, afterwards),
+            *segments,
             *_segment_notes(of_step, config.setup, budget_bytes),
         ),
     )
 
 
+ON_FIXED_SEGMENTS = (
+    "fits only where PYTORCH_ALLOC_CONF=expandable_segments:True is in the run's environment, which nothing here says "
+    "(--set expandable_segments=true does): on PyTorch's fixed segments the peak is {}"
+)
 LENGTHS_ON_FIXED_SEGMENTS = (
     "counted as if every micro-batch were as long as the longest: on fixed segments different lengths leave more "
     "cached{}, which PyTorch gives back where memory ends (PYTORCH_ALLOC_CONF=expandable_segments:True avoids it; plan "
@@ -339,6 +344,15 @@ LENGTHS_LEAVE = (0.9, 2.5)
 Measured: 36 of 40 published setups of ms-swift 1 that train adapters under checkpointing, away from the card's end,
 lie between, median 1.7 (tests/planner/test_check.py). Without adapters the optimizer's step leaves blocks that serve.
 """
+
+
+def _needs_segments(config: ReadConfig, predict: Predict, budget_bytes: int, band: Band) -> tuple[str, ...]:
+    """What is said where a file that says nothing of the allocator fits with expandable segments alone."""
+    if EXPANDABLE not in config.assumptions:
+        return ()
+    fixed = predict(config.setup.replace(expandable_segments=False))
+    fits = judge(fixed, budget_bytes, band) is Verdict.FITS
+    return () if fits else (risk(ON_FIXED_SEGMENTS.format(gib(fixed.peak_device_bytes))),)
 
 
 def left_by_lengths_bytes(prediction: Prediction, setup: TrainSetup) -> tuple[int, int]:
@@ -388,9 +402,7 @@ def summary(result: CheckResult) -> str:
     words = {
         Verdict.FITS: "fits",
         Verdict.DOES_NOT_FIT: "does not fit",
-        Verdict.UNCERTAIN: "a step fits, what comes beside it may not (see Notes)"
-        if step_fits
-        else "may or may not fit",
+        Verdict.UNCERTAIN: "a step fits, the run may not (see Notes)" if step_fits else "may or may not fit",
         Verdict.CANNOT_RUN: "cannot run (see Notes)",
     }[result.verdict]
     sign = "spare" if result.margin_bytes >= 0 else "missing"

@@ -18,7 +18,7 @@ from planner.core.units import GIB, gib
 from planner.frameworks.exporters import EXPORTERS
 from planner.frameworks.readers import canonical, read_text
 from planner.frameworks.readers.rewrite import rewrite
-from planner.frameworks.readers.types import UpperBound
+from planner.frameworks.readers.types import EXPANDABLE, UpperBound
 from planner.frameworks.tools import changed_fields, tool_of
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
@@ -559,6 +559,19 @@ def test_different_lengths_on_fixed_segments_reserve_more_and_it_is_said(more: d
     assert (note in result.notes) == (least > 0) == (not more)
 
 
+def test_a_file_that_says_nothing_of_the_allocator_fits_only_where_it_does_on_fixed_segments() -> None:
+    """PyTorch's default: expandable ones are taken where nobody says, and a verdict that hangs on them is none."""
+    config = read_text(TRL, "trl.yaml", model=MODEL)
+    assert EXPANDABLE in config.assumptions
+    result = check(config, MODEL, GPU, 2000 * GIB, prediction_of)
+    least = round(result.prediction.peak_device_bytes * (1 + result.band.above)) + 1
+    close = check(config, MODEL, GPU, least, prediction_of)
+    assert (result.verdict, close.verdict) == (Verdict.FITS, Verdict.UNCERTAIN)
+    assert [any(note.startswith("fits only where") for note in each.notes) for each in (result, close)] == [False, True]
+    launched = replace(config, assumptions=())
+    assert check(launched, MODEL, GPU, least, prediction_of).verdict is Verdict.FITS
+
+
 def test_what_different_lengths_leave_cached_is_measured() -> None:
     """Published runs of ms-swift 1, lengths from 91 tokens to the maximum, each setup once."""
     shares = {}
@@ -585,7 +598,7 @@ def test_logits_that_pile_up_over_an_evaluation_are_no_fit() -> None:
         assert (result.verdict, any("compute_metrics" in note for note in result.notes)) == (verdict, not more)
         for decides_bytes in (0, result.prediction.peak_device_bytes):  # whichever of the two takes more
             words = summary(replace(result, evaluation_bytes=decides_bytes))
-            assert words.startswith("fits" if more else "a step fits, what comes beside it may not (see Notes)")
+            assert words.startswith("fits" if more else "a step fits, the run may not (see Notes)")
     scores = replace(config, setup=config.setup.replace(objective="classification", loss="full", packing=False))
     assert check(scores, MODEL, GPU, 2000 * GIB, prediction_of).verdict is Verdict.FITS
 
