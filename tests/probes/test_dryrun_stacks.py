@@ -140,10 +140,14 @@ def test_layers_alone_are_counted_as_they_train(fields: dict[str, object], layer
     assert formula.peak_allocated_bytes < whole.peak_allocated_bytes
 
 
-@pytest.mark.parametrize("stack", ["trl", "axolotl"])
-def test_modules_trained_whole_are_gathered_with_what_they_copy(stack: str) -> None:
+@pytest.mark.parametrize("fields", [
+    {"stack": "trl"}, {"stack": "axolotl"}, {"stack": "axolotl", "precision": "bf16-pure"},
+    {"stack": "trl", "precision": "bf16-pure"}, {"stack": "hf", "precision": "bf16-autocast", "quantization": "nf4"},
+])  # fmt: skip
+def test_modules_trained_whole_are_gathered_with_what_they_copy(fields: dict[str, object]) -> None:
     saved = {"modules_to_save": ("embed_tokens", "lm_head"), "lora_rank": 8, "seq_len_tokens": 128, "loss": "full"}
-    setup = TrainSetup(stack=stack, parallel="fsdp2", num_gpus=4, **saved)  # type: ignore[arg-type]
+    saved |= {"method": "qlora"} if "quantization" in fields else {}
+    setup = TrainSetup(parallel="fsdp2", num_gpus=4, **saved, **fields)  # type: ignore[arg-type]
     agreeing(small_spec("llama", vocab_size=60_000, tie_word_embeddings=False), CARD, setup, 0.02)
 
 

@@ -82,7 +82,7 @@ class Fsdp2(Engine):
         trained = part_trained(part.model, inner)
         shards, model = setup.shards, part.model
         groups = gathered_groups(model, inner, shards)
-        local = _shard(trained, groups, setup)
+        local = _shard(part_trained(model, setup), groups, setup)
         weights = _weights(model, setup, groups, local)
         on_host = setup.offload == "parameters"
         allocations = [] if on_host else list(weights)
@@ -125,7 +125,7 @@ class Fsdp2(Engine):
         share, groups = share_of(part.model, replicas(setup)), gathered_groups(rest, inner, setup.shards)
         around = gathered_groups(moe_layers_without_experts(part.model), inner, setup.shards).layer
         trained, dtype = part_trained(rest, inner), sharded_dtype(setup)
-        outer = _shard(trained, groups, setup)
+        outer = _shard(part_trained(rest, setup), groups, setup)
         local = replace(outer, num=outer.num + share.stored, largest=max(outer.largest, share.largest))
         allocations = [weight_allocation(f"weights / {setup.shards}", SIZE_BYTES[dtype] * local.num)]
         allocations += gathered_with_experts(rest, groups, around, share, inner)
@@ -396,18 +396,14 @@ def _reducing(
 
 
 def _shard(trained: Trained, groups: Groups, setup: TrainSetup) -> Trained:
-    """One rank's trained parameters, padding included: rank 0's shard is a full one. Whole modules beside adapters stay
-    in their weights' type where nothing is upcast."""
-    shards, dtype = setup.shards, sharded_dtype(setup)
-    as_loaded = setup.sharded_at_loading or setup.trainer.one_root
-    copies = (
-        trained.head + trained.embeddings if setup.modules_to_save and as_loaded and dtype != setup.weight_dtype else 0
-    )
+    """One rank's share of what `setup` trains, padding included: rank 0's shard is a full one. Whole modules beside
+    adapters stay in their weights' type where nothing is upcast."""
+    shards, upcast = setup.shards, _upcasts(setup)
     return Trained(
-        num=-(-(trained.num - copies + groups.padding[1]) // shards),
-        dtype=dtype,
-        copies=-(-copies // shards),
-        copies_dtype=setup.weight_dtype if copies else "",
+        num=-(-(trained.num + trained.copies * upcast + groups.padding[1]) // shards),
+        dtype=sharded_dtype(setup),
+        copies=0 if upcast else -(-trained.copies // shards),
+        copies_dtype="" if upcast else trained.copies_dtype,
         edge_sum=-(-trained.edge_sum // shards),
         largest=-(-trained.largest // shards),
         head=-(-trained.head // shards),
@@ -416,17 +412,19 @@ def _shard(trained: Trained, groups: Groups, setup: TrainSetup) -> Trained:
 
 
 def sharded_dtype(setup: TrainSetup) -> str:
-    """Type in which FSDP2 keeps trained parameters, their sharded gradients and states.
-
-    Source: accelerate 1.15 `fsdp2_prepare_model`: upcast to fp32 under mixed precision, but not where 4-bit parameters
-    are present; axolotl 0.21 `monkeypatch/accelerate/fsdp2.py`, which replaces it (patch_accelerate_fsdp2).
-    """
+    """Type in which FSDP2 keeps trained parameters, their sharded gradients and states."""
     loaded_dtype = setup.weight_dtype if setup.method == "full" else setup.resolved_adapter_dtype
-    if setup.sharded_at_loading or setup.trainer.one_root:  # transformers' own FSDP2, and Axolotl's: as loaded
-        return loaded_dtype
-    if setup.autocast_dtype is None or setup.quantization in ("nf4", "nf4-double"):
-        return loaded_dtype
-    return "fp32"
+    return "fp32" if _upcasts(setup) else loaded_dtype
+
+
+def _upcasts(setup: TrainSetup) -> bool:
+    """Whether trained parameters are cut in fp32 whatever they were loaded in.
+
+    Source: accelerate 1.15 `fsdp2_prepare_model` (under mixed precision, but not where 4-bit parameters are present),
+    which axolotl 0.21 `monkeypatch/accelerate/fsdp2.py` replaces (patch_accelerate_fsdp2), and transformers' own FSDP2.
+    """
+    as_loaded = setup.sharded_at_loading or setup.trainer.one_root or setup.autocast_dtype is None
+    return not as_loaded and setup.quantization not in ("nf4", "nf4-double")
 
 
 def _weights(model: ModelSpec, setup: TrainSetup, groups: Groups, local: Trained) -> list[Allocation]:
