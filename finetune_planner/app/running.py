@@ -21,7 +21,7 @@ from planner.core.inputs import read_text
 from planner.core.records import dataclass
 from planner.frameworks.exporters.prepare import NAME as PREPARE
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET
-from planner.frameworks.readers import ReadConfig
+from planner.frameworks.readers import ReadConfig, canonical
 from planner.frameworks.readers.loading import read_bounded
 from planner.frameworks.readers.read import read_config
 from planner.memory.workload import Workload
@@ -182,8 +182,11 @@ def launch_of(extras: Extras, target: str, *, watched: bool = True) -> LaunchTar
 
 
 def launched_setup(folder: Path, launch: LaunchTarget, model: "ModelSpec", planned: "TrainSetup") -> "TrainSetup":
-    """The setup of a target's first file, which names the others, as it lies in a plan's folder now."""
-    return read_config(folder / launch.files[0].path, model=model, base=planned).setup
+    """The setup of a target's first file, which names the others, as it lies in a plan's folder now: the planned one
+    where it runs the same."""
+    file = folder / launch.files[0].path
+    setup = read_config(file, model=model, base=planned, num_gpus=planned.num_gpus).setup
+    return planned if canonical(setup) == canonical(planned) else setup
 
 
 def launched_file(folder: Path, launch: LaunchTarget, model_id: str, objective: str) -> "LaunchedFile":

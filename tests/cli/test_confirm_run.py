@@ -197,6 +197,8 @@ def test_a_file_that_runs_otherwise_is_held_to_its_own_promise(
     assert run([MODEL, *words]) == 0
     entry = running.entry_of(read_plan_json(folder))
     workload, chosen = entry.plan.workload, entry.plan.chosen
+    planned = running.launched_setup(folder, running.launch_of(entry.extras, "axolotl"), workload.model, chosen.setup)
+    assert planned is chosen.setup  # whose dry run is then its promise
     for target in ("trl", "llamafactory"):
         launch = running.launch_of(entry.extras, target)
         setup = running.launched_setup(folder, launch, workload.model, chosen.setup)
