@@ -17,7 +17,7 @@ from planner.core.redaction import without_secrets
 from planner.core.units import gib
 from planner.hardware.gpus import find_gpu
 from planner.planning.failures.diagnosis import Diagnosis, diagnose, diagnose_message
-from planner.planning.failures.message import GRADIENT_CHECKPOINTING, MICRO_BATCH
+from planner.planning.failures.message import EXPANDABLE, GRADIENT_CHECKPOINTING, MICRO_BATCH
 from planner.planning.failures.snapshot import Snapshot, is_snapshot, read_snapshot
 from planner.setup.interchange import SCHEMA_VERSION, to_jsonable
 
@@ -160,7 +160,8 @@ def lines(
         yield f"Also: {cause.words}."
     changes = list(dict.fromkeys(change for cause in diagnosis.causes for change in cause.changes))
     if not diagnosis.causes:  # what holds of any part of a run
-        changes = [MICRO_BATCH, GRADIENT_CHECKPOINTING]
+        pieces = 0 < (message.tried_bytes or 0) <= (message.unallocated_bytes or 0)
+        changes = [*[EXPANDABLE] * pieces, MICRO_BATCH, GRADIENT_CHECKPOINTING]
     if changes and (checked is None or checked["verdict"] == "fits"):  # else its own changes that fit say more
         yield "What helps, smallest change first"
         yield from (f"→ {change}" for change in changes[: NUM_CHANGES + len(diagnosis.causes) - 1])

@@ -370,6 +370,15 @@ def test_ranks_that_all_load_onto_one_card_are_told_from_strangers() -> None:
     assert "nvidia-smi" in first(41)
 
 
+def test_pieces_larger_than_what_was_asked_for_are_advised_on_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for pieces, first in (("1.60 GiB", "expandable_segments"), ("0.30 GiB", "per_device_train_batch_size")):
+        (tmp_path / "log.txt").write_text(NEW.format(**{**PLAIN, "pieces": pieces}))
+        run(["oom", str(tmp_path / "log.txt")])
+        assert first in capsys.readouterr().out.partition("→")[2].partition("→")[0]
+
+
 def test_the_card_is_told_by_its_memory_and_asked_for_where_several_have_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
