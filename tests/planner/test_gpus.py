@@ -239,6 +239,7 @@ def test_memory_without_a_reading_is_what_the_box_says_less_what_torch_does_not_
     assert gpus.find_gpu("rtx-2080-super").memory_bytes == 8192 * MIB - 416 * MIB
     assert "no reading" in gpus.find_gpu("rtx-2080-super").memory_basis
     assert gpus.find_gpu("mi100").memory_bytes == 32 * GIB
+    assert not gpus.find_gpu("mi100").flash_attention_2  # flash-attn 2.8 setup.py: gfx90a, gfx942, gfx950
 
 
 def test_local_gpu_that_the_table_lacks_is_planned_from_what_its_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
