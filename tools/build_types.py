@@ -140,10 +140,11 @@ def _has_bare_router(read: Source, name: str) -> bool:
 
 def of_modeling() -> Facts:
     """What the source of the causal class's module of each type shows, in the catalogue and beyond: that its mask is
-    made without positions, that its attention comes from a table of its own (which has no kernel of the hub's), that
-    it hands its delta rule to flash-linear-attention, or calls that package's other one itself, the kernel that flash
-    attention runs whatever is asked for, that it clamps weights in place, and that its layer's classes are BERT's word
-    for word; and the part of a model, by its section of the configuration, that refuses SDPA while the rest has it.
+    made without positions (of those whether flash attention is handed them), that its attention comes from a table of
+    its own (which has no kernel of the hub's), that it hands its delta rule to flash-linear-attention, or calls that
+    package's other one itself, the kernel that flash attention runs whatever is asked for, that it clamps weights in
+    place, and that its layer's classes are BERT's word for word; and the part of a model, by its section of the
+    configuration, that refuses SDPA while the rest has it.
     """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
@@ -151,7 +152,7 @@ def of_modeling() -> Facts:
     facts: Facts = {
         "masks_without_positions": set(), "own_attention_table": set(), "hands_on_delta_rule": set(),
         "own_delta_rule": set(), "clamps_weights": set(), "flash_kernel": {}, "part_without_sdpa": {},
-        "bert_layers": set(),
+        "bert_layers": set(), "positions_to_flash": set(),
     }  # fmt: skip
     of_bert = _layer_classes(bert.read_text()) if (bert := modeling("bert")) is not None else {}
     for name in sorted(
@@ -162,6 +163,7 @@ def of_modeling() -> Facts:
         source = path.read_text()
         if not _hands_positions_on(path):
             facts["masks_without_positions"].add(name)
+            facts["positions_to_flash"] |= {name} if all(re.search(word, source) for word in _TO_KERNEL) else set()
         if _layer_classes(source).items() >= of_bert.items():
             facts["bert_layers"].add(name)
         for fact, pattern in _WORDS.items():
@@ -176,6 +178,11 @@ def of_modeling() -> Facts:
     return facts
 
 
+_TO_KERNEL = (
+    r"self\.\w*att\w*\([^()]*position_ids=position_ids",
+    r"attention_interface\([^()]*(\([^()]*\)[^()]*)*\*\*kwargs",
+)
+"""A layer's call of its attention, and that one's of the kernel."""
 _WORDS = {
     "own_attention_table": r"_ATTENTION_CLASSES = \{[^}]*\"flash_attention_2\"",
     "hands_on_delta_rule": r"use_kernel_func_from_hub\w*\([^)]*chunk_gated_delta_rule",

@@ -37,7 +37,7 @@ every other type of the catalogue hands them on).
 def packs_apart(model: ModelSpec, attention: str) -> bool:
     """Whether packed samples keep to themselves: by the mask of the model's class, or by flash attention 2 where the
     class hands positions on to it (`OPTDecoderLayer`; Falcon's own flash attention takes none)."""
-    handed_on = model.model_type == "opt" and attention == "flash-attention-2"
+    handed_on = attention == "flash-attention-2" and model.model_type in model_types("positions_to_flash")
     return handed_on or model.model_type not in PACKS_TOGETHER
 
 

@@ -134,7 +134,7 @@ def test_the_second_target_has_to_fit_as_well() -> None:
     ("workload", "reason"),
     [
         (plan_request(LLAMA, "rtx-4090", "torchtitan"), "written for several GPUs"),
-        (plan_request(LLAMA, "rtx-4090", "deepspeed"), "on several GPUs"),
+        (plan_request(LLAMA, "rtx-4090", "deepspeed"), "over several GPUs"),
         (plan_request(LLAMA, "a100-80gb", "unsloth", num_gpus=2, parallel=("ddp",)), "written for one GPU"),
         (plan_request(LLAMA, "a100-80gb", "trl", "unsloth", num_gpus=2, parallel=("ddp",)), "written for one GPU"),
         (plan_request(LLAMA, "t4", "trl", method=("qlora",)), "loss scaler cannot unscale"),

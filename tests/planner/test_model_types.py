@@ -1,5 +1,6 @@
 """`planner/data/model_types.json` is what the libraries say (`python -m tools.build_types` writes it)."""
 
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from planner.core.shipped import by_model_type, model_types
+from planner.memory.attention_kernels import packs_apart
+from planner.models import catalogue
 from planner.setup.packages import LIGER
 from tools.build_types import READ, of_liger, of_modeling, of_peft, of_transformers, of_vision
 
@@ -17,6 +20,15 @@ def test_what_installed_libraries_say_of_types_is_kept() -> None:
     seeing, none = {"qwen3_vl_moe", "glm4v_moe", "ernie4_5_vl_moe"}, {"dbrx", "jetmoe", "llama4", "longcat_flash"}
     assert seeing <= model_types("expert_plan")
     assert not none & model_types("expert_plan")
+
+
+def test_flash_attention_keeps_packed_samples_apart_where_positions_reach_it() -> None:
+    opt, falcon = (catalogue.load(name) for name in ("facebook/opt-1.3b", "tiiuae/falcon-7b"))
+    assert opt is not None
+    assert falcon is not None
+    for model, handed_on in ((opt, True), (falcon, False), (replace(opt, model_type="afmoe"), True)):
+        assert packs_apart(model, "flash-attention-2") is handed_on
+        assert not packs_apart(model, "sdpa")
 
 
 def test_the_releases_that_were_read_are_those_that_launch_files_name() -> None:
