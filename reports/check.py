@@ -35,7 +35,7 @@ NAMES = {
 }
 OF_ADAPTERS = ("adapter", "adapter_dtype", "lora_rank", "lora_targets", "lora_dropout", "modules_to_save")
 DEFAULT = "default of "
-VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "uncertain": "uncertain"}
+VERDICTS = {"fits": "fits", "does_not_fit": "does not fit", "uncertain": "uncertain", "cannot_run": "cannot run"}
 
 
 def render_check(
@@ -184,7 +184,8 @@ def _render_fix(page: Page, fixed: Mapping[str, Any], *, fits: bool) -> None:
         page.command(clean(fixed["command"]))
     elif fixed["refused"]:
         page.line(clean(f"nothing written: {fixed['refused']}"))
-        page.line(clean(f"by hand ({outcome}): {changes}"))
+        if changes:
+            page.line(clean(f"by hand ({outcome}): {changes}"))
         for line in fixed["by_hand"]:
             page.line(clean(line), indent=2)
     elif fits:

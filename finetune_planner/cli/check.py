@@ -41,6 +41,7 @@ from planner.hardware.gpus import find_gpu
 from planner.models.spec import ModelSpec
 from planner.planning.check import CheckResult, Verdict, summary
 from planner.planning.option_values import positive
+from planner.planning.predict import cannot_run
 from planner.planning.single_changes import Predict
 from planner.setup import TrainSetup
 from planner.setup.interchange import SCHEMA_VERSION
@@ -182,7 +183,9 @@ def _together(result: CheckResult, spec: ModelSpec, predict: Predict) -> dict[st
     prove by a dry run."""
     if any(change.verdict is Verdict.FITS and not change.changes_training for change in result.changes):
         return None
-    improved = improve(result, spec, predict) if result.verdict is not Verdict.FITS else None
+    improved = None
+    if result.verdict is not Verdict.FITS and not result.config.refusals:
+        improved = improve(result, spec, predict)
     if improved is None or improved.verdict is not Verdict.FITS or len(improved.labels) < 2:
         return None
     return {
@@ -215,13 +218,14 @@ def _fixed(
     except ConfigError as error:
         refused = error.message
     lines = unified_diff(read_bounded(file).splitlines(), text.splitlines(), file.name, target.name, n=1)
+    runs = not refused or result.verdict is not Verdict.CANNOT_RUN
     return {
-        "changes": list(improved.labels),
+        "changes": list(improved.labels) if runs else [],
         "diff": [line.rstrip("\n") for line in lines] if text else [],
         "path": str(target) if text else None,
         "needs": packages_added(config.setup, improved.setup) if text else [],
         "refused": refused,
-        "by_hand": by_hand(config, improved) if refused else [],
+        "by_hand": by_hand(config, improved) if refused and runs else [],
         "command": command_of(spec.model_id, improved.setup, result.gpu, vars(limits))
         if improved.needs_new_file and helps
         else "",
@@ -424,6 +428,8 @@ def fixed_text(
     launcher = read_bounded(request.accelerate) if request.accelerate is not None else None
     back = read_text(text, file.name, model=spec, base=improved.setup, around=around, launcher=launcher)
     back = overrides(back, request.sets)
+    if still := (*back.refusals, *(cannot_run(spec, card, back.setup) if card is not None else ())):
+        raise ConfigError(f"{file.name} cannot run so either: {still[0]}", hint="make it run first")
     if canonical(back.setup) != canonical(improved.setup) or (
         improved.eval_seqs and back.eval_seqs != improved.eval_seqs
     ):

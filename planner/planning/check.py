@@ -118,6 +118,10 @@ def judge(prediction: Prediction, budget_bytes: int, band: Band | float, certain
     return Verdict.FITS if peak * (1 + above) <= budget_bytes else Verdict.UNCERTAIN
 
 
+def _stopped(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Verdict | None:
+    return Verdict.CANNOT_RUN if config.refusals or cannot_run(model, gpu, setup) else None
+
+
 def without_cache_bytes(prediction: Prediction) -> int:
     """The device peak without what PyTorch's allocator has cached then: what a run needs at least."""
     return prediction.peak_device_bytes - max(0, prediction.peak_reserved_bytes - prediction.peak_allocated_bytes)
@@ -283,7 +287,8 @@ def check(
                 fields=changed_fields(config.setup, setup),
                 setup=setup,
                 prediction=after,
-                verdict=judge(after, budget_bytes, band, certain_bytes(after, config)),
+                verdict=_stopped(config, model, gpu, setup)
+                or judge(after, budget_bytes, band, certain_bytes(after, config)),
                 saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
                 speedup=speedup(model, config.setup, setup, predict),
                 changes_training=changes_training,
@@ -308,8 +313,7 @@ def check(
     more = _keeps_all_logits(config) or afterwards > budget_bytes or segments
     if verdict is Verdict.FITS and (more or judge(of_step, budget_bytes, step_band) != verdict):
         verdict = Verdict.UNCERTAIN
-    if config.refusals or cannot_run(model, gpu, config.setup):
-        verdict = Verdict.CANNOT_RUN
+    verdict = _stopped(config, model, gpu, config.setup) or verdict
     return CheckResult(
         config=config,
         gpu=gpu,
@@ -317,7 +321,7 @@ def check(
         prediction=prediction,
         band=band,
         verdict=verdict,
-        changes=_ordered(changes, verdict),
+        changes=() if config.refusals else _ordered(changes, verdict),  # no memory helps what its tool refuses
         evaluation_bytes=evaluation if decides else 0,
         notes=(
             *(measured(f"{CANNOT_RUN}{reason}") for reason in config.refusals),

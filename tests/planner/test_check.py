@@ -676,6 +676,21 @@ def test_prefix_tuning_does_not_run_under_gradient_checkpointing(on: bool, code:
     assert (exit_code, "cannot run" in out, "virtual tokens  8" in out, "targets" in out) == (code, on, True, False)
 
 
+def test_nothing_is_written_and_no_change_said_to_fit_where_the_tool_refuses_the_file(
+    checked: Checked, tmp_path: Path
+) -> None:
+    """FSDP's checkpointing beside the Trainer's own: more room does not help."""
+    (tmp_path / "fsdp.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}\n"
+    )
+    file = TRL.replace("gradient_checkpointing: false", "gradient_checkpointing: true").replace("eager", "sdpa")
+    accelerate = ["--accelerate", str(tmp_path / "fsdp.yaml"), "--fix", "--out", str(tmp_path / "fixed.yaml")]
+    code, text, _ = checked(file, *accelerate, gpu="h100-sxm")
+    assert (code, "nothing written: " in text, "What would help" in text) == (1, True, False)
+    assert not (tmp_path / "fixed.yaml").exists()
+
+
 @pytest.mark.parametrize(
     ("gpu", "code", "note"), [("h100-sxm", 0, "its gradients are wrong"), ("a100-80gb", 1, "this cannot run")]
 )
