@@ -45,12 +45,17 @@ _GPU = typer.Option(
 Gpu = Annotated[str, _GPU]
 GpuOrNone = Annotated[str | None, _GPU]
 MemoryGib = Annotated[float | None, typer.Option("--memory-gib", help="Usable memory in GiB instead of the table's.")]
-Headroom = Annotated[float | None, typer.Option("--headroom", help="Reserve in GiB that no plan may touch.")]
+Headroom = Annotated[
+    float | None, typer.Option("--headroom", help="Reserve in GiB that no plan may touch. Default 4 %.")
+]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", "--batch-size", help="Sequences per optimizer step.")
 ]
 SeqLen = Annotated[
-    int | None, typer.Option("--seq-len", parser=named("seq-len", length), help="Tokens per sequence (8k: 8192).")
+    int | None,
+    typer.Option(
+        "--seq-len", parser=named("seq-len", length), help="Tokens per sequence (8k). Default: 2048, or the data's."
+    ),
 ]
 Objective = Annotated[
     str | None, typer.Option("--objective", help="What the step trains for: " + ", ".join(fields.OBJECTIVE_NAMES) + ".")

@@ -267,7 +267,7 @@ RUN = (
     Flag(
         of="seq_len_tokens",
         name="seq_len",
-        help="Tokens per sequence (8k: 8192)",
+        help="Tokens per sequence (8k: 8192). Default 2048",
         read=positive,
         parse=named("seq-len", length),
     ),

@@ -409,9 +409,9 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     seen: tuple[Term, ...] = ()
     if encoder.inputs:  # what it keeps for its backward, and what its forward hands to the text's
         seen = (
-            ("activations", "the tower's activations", encoder.stored),
-            ("activations", "the tower's mask (patches x patches)", encoder.mask),
-            ("activations", "between tower and text", encoder.between_encoder_and_text),
+            ("activations", "the encoder's activations", encoder.stored),
+            ("activations", "the encoder's mask (patches x patches)", encoder.mask),
+            ("activations", "between encoder and text", encoder.between_encoder_and_text),
         )
     stored = (*of_text, *seen)
     cached: Term = ("activations", "keys and values in the model's cache", parts.cached)
@@ -429,7 +429,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
     if seen:
         running: Term = ("activations", "one layer's forward temporaries", encoder.forward)
         moments.append(Moment("forward", (*seen, running)))
-        name = "one recomputed layer of the tower, and gradients"
+        name = "one recomputed layer of the encoder, and gradients"
         moments += [Moment("last", (*seen[:2], ("activations", name, size))) for size in encoder.backward]
     size = total_bytes(of_text)
     others = size * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later

@@ -385,8 +385,8 @@ def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
 
     if setup.images is None:
         none = f"the encoders that {setup.trainer.title} builds are left out"
-        none = none if setup.builds_encoders else f"{model.built_class} has no vision tower"
-        encoder = "its vision tower is weights" if model.idle_layers else none
+        none = none if setup.builds_encoders else f"{model.built_class} has no vision encoder"
+        encoder = "its vision encoder is weights" if model.idle_layers else none
         more = " (--image-size plans samples with pictures)" if model.model_type in SEEING else ""
         return [f"counted on text alone: {encoder}{more}"]
     tokens = image_tokens(model, setup.images)
@@ -394,7 +394,7 @@ def _image_notes(model: ModelSpec, setup: TrainSetup) -> list[str]:
     adapted = "gets adapters too" if adapts else "is frozen"
     encoder = "is trained" if setup.method == "full" else adapted
     return [
-        f"{setup.images.words} are {tokens:,} of {setup.seq_len_tokens:,} tokens of every sequence; the vision tower "
+        f"{setup.images.words} are {tokens:,} of {setup.seq_len_tokens:,} tokens of every sequence; the vision encoder "
         f"{encoder}; the pixels of all micro-batches of a step are on the card at once"
     ]
 

@@ -37,7 +37,7 @@ class _Finder(MetaPathFinder, Loader):
 def _timm() -> ModuleType:
     """timm, imported beside an empty torchvision that is gone afterwards."""
     if find_spec("timm") is None:
-        raise ImportError("its tower is built by timm, which is not installed (pip install timm)")
+        raise ImportError("its encoder is built by timm, which is not installed (pip install timm)")
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     try:

@@ -204,7 +204,7 @@ def test_an_attention_that_a_tower_refuses_by_name_is_not_named(target: str) -> 
         ("EleutherAI/pythia-70m", "all-linear", "query_key_value,dense,dense_h_to_4h,dense_4h_to_h"),
         ("facebook/opt-350m", "all-linear", "k_proj,v_proj,q_proj,out_proj,fc1,fc2,project_out,project_in"),
         ("google/gemma-3-4b-it", "attention", "q_proj,k_proj,v_proj,o_proj"),
-        ("google/gemma-3-4b-it", "all-linear", "vision or audio tower"),
+        ("google/gemma-3-4b-it", "all-linear", "vision or audio encoder"),
         ("mistralai/Mixtral-8x7B-v0.1", "all-linear", "stacked experts"),
         ("mistralai/Mixtral-8x7B-v0.1", "attention", "q_proj,k_proj,v_proj,o_proj"),
         ("Qwen/Qwen3.5-4B", "attention", "Qwen3_5ForConditionalGeneration"),
@@ -241,7 +241,7 @@ def test_a_tool_that_would_load_the_towers_is_refused(target: str) -> None:
     """Qwen 3.5 and Llama 4 are published as classes with a vision encoder; the plan is of the text model alone."""
     for name in ("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-35B-A3B", "meta-llama/Llama-4-Scout-17B-16E"):
         setup = TrainSetup(loss="chunked" if target in ("trl", "unsloth") else "full", lora_targets="attention")
-        assert "with its towers" in EXPORTERS[target](request(setup, model=loaded(name))).refused
+        assert "with its encoders" in EXPORTERS[target](request(setup, model=loaded(name))).refused
         assert not EXPORTERS["hf"](request(setup.replace(loss="full"), model=loaded(name))).refused
 
 

@@ -118,7 +118,7 @@ def test_the_error_names_the_kind_that_fits(name: str, hinted: str) -> None:
         (config_of("meta-llama/Llama-3.1-8B"), "mixture", "has no experts"),
         (config_of("deepseek-ai/DeepSeek-V2-Lite"), "mixture", "kv_lora_rank"),
         (config_of("meta-llama/Llama-3.1-8B", ssm_state_size=16), "llama", "ssm_state_size"),
-        (config_of("meta-llama/Llama-3.1-8B", vision_config={}), "llama", "tower"),
+        (config_of("meta-llama/Llama-3.1-8B", vision_config={}), "llama", "an encoder"),
         (config_of("meta-llama/Llama-3.1-8B"), "bert", "no such kind"),
         (config_of("meta-llama/Llama-3.1-8B", hidden_size=None), "llama", "hidden_size is missing"),
         (config_of("meta-llama/Llama-3.1-8B", model_type="llama"), "llama", "is known"),

@@ -107,12 +107,12 @@ def test_lora_reaches_no_convolution_and_checkpointing_no_tower() -> None:
             setup = setup_of(model, METHODS[method], (1, 512, 1, 1)).replace(checkpointing=checkpointing)
             terms = predict_memory(model, CARD, setup).terms
             tower_bytes[method, checkpointing] = max(
-                (term.size_bytes for term in terms if term.name == "the tower's activations"), default=0
+                (term.size_bytes for term in terms if term.name == "the encoder's activations"), default=0
             )
     assert tower_bytes["lora", 0] == tower_bytes["lora", 1] == 0
     assert tower_bytes["full", 0] == tower_bytes["full", 1] > 4 * 1024**3
     setup = setup_of(model, {}, (1, 512, 1, 1))
-    assert any("the vision tower is frozen" in note for note in predict(model, CARD, setup).notes)
+    assert any("the vision encoder is frozen" in note for note in predict(model, CARD, setup).notes)
     attention = trained_parameters(model, setup.replace(lora_targets="attention"))
     named = trained_parameters(model, setup.replace(lora_targets=("q_proj", "k_proj", "v_proj", "o_proj")))
     assert attention.num < named.num  # names reach into what hears too
@@ -125,7 +125,7 @@ def test_what_cannot_train_is_said() -> None:
     assert "clamps weights in place" in stored_refusal(four_bits, model)
     assert "flash-attention-2" not in model.attentions
     other = replace(model, config={**model.config, "vision_config": {"architecture": "resnet50"}})
-    with pytest.raises(SetupError, match="its tower resnet50 is not known here"):
+    with pytest.raises(SetupError, match="its encoder resnet50 is not known here"):
         encoder_of(other, Images(width=512, height=512))
 
 

@@ -50,7 +50,7 @@ def multimodal_refusal(model: ModelSpec | None, tool: str) -> str:
     if model is None or published == model.built_class or not published.endswith("ForConditionalGeneration"):
         return ""
     return (
-        f"{tool} loads the class that the model names, {published} with its towers, not the {model.built_class} "
+        f"{tool} loads the class that the model names, {published} with its encoders, not the {model.built_class} "
         "planned here; use the hf target"
     )
 

@@ -116,7 +116,7 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         if adapts_expert_stacks(model, setup.lora_targets):
             return "the PEFT of LLaMA-Factory 0.9.5 adapts no stacked experts: plan with --targets attention"
         if setup.lora_targets == "all-linear" and any(layer.linears for layer, _ in model.idle_layers):
-            return "LLaMA-Factory adapts no vision or audio tower: plan with --targets attention"
+            return "LLaMA-Factory adapts no vision or audio encoder: plan with --targets attention"
     if setup.parallel == "zero3" and setup.quantized:
         return "LLaMA-Factory cannot shard a quantized base under ZeRO-3"
     if reason := common.model_refusal(setup, model, "llamafactory"):

@@ -287,7 +287,7 @@ def note(
         arguments.approximate(f"parameters that line {line} switches to training by their names are not counted")
     switched = " ".join(subject.lower() for _, subject in _switches(text)) if training.pictures else ""
     if training.adapter is None and any(part in switched for part in VISION):
-        arguments.approximate("a frozen tower is counted as trained")
+        arguments.approximate("a frozen encoder is counted as trained")
     if trained_times(program) > 1:
         arguments.assume("the program trains more than once: the first training is read")
     for source in dict.fromkeys(program.sources):

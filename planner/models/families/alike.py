@@ -93,7 +93,7 @@ def build(fields: Fields, like: str) -> ModelSpec:
         )
     if "vision_config" in raw or "audio_config" in raw:
         raise UsageError(
-            f"--like {like}: {fields.where} has a tower beside the text model, whose size is not known",
+            f"--like {like}: {fields.where} has an encoder beside the text model, whose size is not known",
             hint="plan the text model: its text_config as config.json",
         )
     fits = kind_of(fields)

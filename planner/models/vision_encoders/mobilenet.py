@@ -55,7 +55,7 @@ def encoder(model: ModelSpec, field: Mapping[str, Any], width: int, height: int)
     """Gemma 3n: an encoder without layers of transformers', and the embedder behind it."""
     architecture = field["architecture"]
     if architecture != ARCHITECTURE or field.get("model_args"):
-        raise SetupError(f"images are not planned for {model.model_id}: its tower {architecture} is not known here")
+        raise SetupError(f"images are not planned for {model.model_id}: its encoder {architecture} is not known here")
     return Encoder(
         model=encoder_model(model, FUSED, (), ()),
         grid=(OUT_SIDE, OUT_SIDE),

@@ -30,7 +30,7 @@ def llava(model: ModelSpec, field: Mapping[str, Any], width: int, height: int) -
         raise SetupError(f"vision_feature_select_strategy {strategy!r} of {model.model_id} is not known here")
     tokens = side**2 + int(strategy == "full")
     if not isinstance(model.config.get("vision_feature_layer", -2), int):
-        raise SetupError(f"{model.model_id} joins several layers of its tower: images are planned with one")
+        raise SetupError(f"{model.model_id} joins several layers of its encoder: images are planned with one")
     text = model.hidden_size
     names = ("linear_1", "linear_2")
     joint = projector("model.multi_modal_projector", names, None, field["hidden_size"], text, inner=text)

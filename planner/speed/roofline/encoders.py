@@ -110,7 +110,7 @@ def pictures(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
             calls = images * num * (encoder.num_windows - 1)
             windows_s = calls * _window_s(tower_setup, gradients=gradients) * speed.host_scale
     note = (
-        "No run with pictures has been compared: the tower's time is counted from the constants of the text's "
+        "No run with pictures has been compared: the encoder's time is counted from the constants of the text's "
         "layers, without its projector; reading and resizing pictures on the host is not counted."
     )
     fixed_s = _convolutions(speed, setup, images) if encoder.convolves else (0.0, 0.0)
