@@ -10,6 +10,7 @@ from typing import Any
 
 from planner import __version__
 from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
+from planner.core.install import packages_command
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models import catalogue
@@ -112,7 +113,7 @@ def write_rows(config: Config, rows: list[Row], grid: Grid, folder: Path) -> int
     Raises:
         EnvironmentProblem: no pyarrow, or the file cannot be written.
     """
-    parquet = _parquet()
+    parquet = parquet_writer()
     from pyarrow import Table
 
     path = folder / config.file_name(grid)
@@ -210,11 +211,16 @@ COLUMNS: dict[str, type] = {
 """Column -> its type; all but the first may be null."""
 
 
-def _parquet() -> Any:
+def parquet_writer() -> Any:
+    """pyarrow's module of Parquet files.
+
+    Raises:
+        EnvironmentProblem: it is not installed.
+    """
     try:
         from pyarrow import parquet
     except ImportError as error:
         raise EnvironmentProblem(
-            "plan table writes Parquet, which needs pyarrow", hint="pip install pyarrow"
+            "plan table writes Parquet, which needs pyarrow", hint=packages_command("pyarrow")
         ) from error
     return parquet

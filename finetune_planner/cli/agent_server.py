@@ -6,29 +6,24 @@ server was started for; no file is executed unless the server was started with `
 """
 
 import functools
-import gc
 import itertools
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from platformdirs import user_cache_path, user_data_path
 from pydantic import Field
 
 from planner import __version__
 from planner.core.children import ROOT, child_environment, python_argv
-from planner.core.errors import EnvironmentProblem
 from planner.core.inputs import WITHIN, reason
 from planner.core.install import DISTRIBUTION
 from planner.core.redaction import without_secrets_in
-from planner.core.shipped import DATA
 
 MAX_ANSWER_BYTES = 2_000
 HANDLE_BYTES = 30
@@ -328,7 +323,6 @@ class Tools:
 if TYPE_CHECKING:
     from mcp.server import MCPServer
 
-SKILL = DATA / "SKILL.md"
 INSTRUCTIONS = """Plans LLM fine-tuning: whether a setup fits a GPU, the fastest that does, its speed, and launch
 configs. Every figure says its level (formula, profile, dry_run, ...) and band. Nothing is executed. `details` with a
 call's handle gives what was left out of its answer."""
@@ -351,32 +345,3 @@ def build_server(desk: CommandRunner, *, allow_trace: bool = False) -> "MCPServe
     return MCPServer(
         "finetune-planner", instructions=INSTRUCTIONS, version=__version__, log_level="ERROR", tools=served
     )
-
-
-def mcp(
-    root: Annotated[
-        list[Path] | None, typer.Option("--root", help="Folder whose files may be named; repeatable. Default: here.")
-    ] = None,
-    limit: Annotated[float, typer.Option("--limit", min=1.0, help="Seconds that one answer may take.")] = 120.0,
-    no_dry_run: Annotated[bool, typer.Option("--no-dry-run", help="Formula only: each answer in a second.")] = False,
-    allow_trace: Annotated[
-        bool, typer.Option("--allow-trace", help="Also trace, which executes programs (docs/trace.md).")
-    ] = False,
-    skill: Annotated[bool, typer.Option("--skill", help="Print SKILL.md, what an agent should know, and end.")] = False,
-) -> None:
-    """Serve plans to coding agents over MCP (stdio)."""
-    if skill:
-        sys.stdout.write(SKILL.read_text(encoding="utf-8"))
-        return
-    gc.disable()  # what the SDK's import makes stays: looking through it is a tenth of the start
-    try:
-        import mcp  # noqa: F401
-    except ImportError:
-        raise EnvironmentProblem("plan mcp needs the MCP SDK", hint="pip install 'finetune-planner[mcp]'") from None
-    folders = root or [Path.cwd()]
-    if missing := [folder for folder in folders if not folder.is_dir()]:
-        raise EnvironmentProblem(f"--root {missing[0]}: no such folder", hint="name folders that exist")
-    server = build_server(CommandRunner(folders, limit, dry_run=not no_dry_run), allow_trace=allow_trace)
-    gc.freeze()
-    gc.enable()
-    server.run("stdio")

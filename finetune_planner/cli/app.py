@@ -56,7 +56,7 @@ COMMANDS = {
     "ui": Command("ui", "ui", "A local page with sliders: memory and speed at once."),
     "which-cluster": Command("which_cluster", "which_cluster", "The smallest, cheapest and fastest set of GPUs."),
     "explain": Command("lists", "explain", "What a word of a plan means."),
-    "mcp": Command("agent_server", "mcp", "Serve plans to coding agents (Model Context Protocol)."),
+    "mcp": Command("serve", "mcp", "Serve plans to coding agents (Model Context Protocol)."),
     "gpus": Command("lists", "gpus", "The GPU table."),
     "prices": Command("prices", "prices", "Today's prices of the clouds, by gpuhunt, to a file."),
     "models": Command("lists", "models", "The built-in model catalogue."),

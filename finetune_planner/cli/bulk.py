@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from finetune_planner.app.bulk import Grid, configs_of, rows_of, write_rows
+from finetune_planner.app.bulk import Grid, configs_of, parquet_writer, rows_of, write_rows
 from finetune_planner.app.cores import on_cores
 from finetune_planner.app.progress import steps
 from finetune_planner.cli import options
@@ -54,6 +54,7 @@ def table(
             f"{len(configurations) - len(left)} of {len(configurations)} configurations are in {out} already",
             file=sys.stderr,
         )
+    parquet_writer()  # not missed after an hour
     # planned in forks, which lack pyarrow's threads; written here
     answers = on_cores(lambda config: (config, list(rows_of(config, grid))), left)
     bar = steps(answers, f"planning {grid.num_plans} times each", num=len(left))

@@ -8,8 +8,9 @@ from typing import Any, get_args
 
 import pytest
 
-from finetune_planner.cli.agent_server import MAX_ANSWER_BYTES, SKILL, CommandRunner, build_server
+from finetune_planner.cli.agent_server import MAX_ANSWER_BYTES, CommandRunner, build_server
 from finetune_planner.cli.app import run
+from finetune_planner.cli.serve import SKILL
 from planner.planning.check import Verdict
 from planner.setup.outcome import Fit
 from reports.brief_json import LEFT_OUT, brief
@@ -114,6 +115,17 @@ def test_an_argument_that_no_tool_has_is_refused(desk: CommandRunner) -> None:
     assert answer.is_error
     assert "lora_rank" in answer.content[0].text
     assert all(tool.input_schema["additionalProperties"] is False for tool in schemas(allow_trace=True))
+
+
+@pytest.mark.parametrize("missing", ["pydantic", "mcp"])
+def test_without_its_sdk_the_server_says_how_to_install_it(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "finetune_planner.cli.agent_server")
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert run(["mcp", "--skill"]) == 0
+    assert run(["mcp"]) == 3
+    assert "[mcp]" in capsys.readouterr().err
 
 
 def test_details_give_what_was_left_out(desk: CommandRunner) -> None:

@@ -1,6 +1,7 @@
 """`plan table`: a row is what `plan` chooses, what is there is not planned again, and bad input is refused."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,13 @@ def test_bad_input_has_a_hint(words: list[str], code: int, tmp_path: Path, capsy
     assert run(["table", "--out", str(tmp_path), *words]) == code
     assert "hint: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert run(["table", "--out", str(tmp_path / "t")]) == 3
+    errors = capsys.readouterr().err
+    assert "pyarrow" in errors
+    assert "planning" not in errors
