@@ -498,8 +498,8 @@ def test_the_first_button_finds_what_plan_chooses(browser: Browser, address: str
     browser.visit(address)
     assert browser.all("button", "e.id")[0] == "fastest"
     assert browser.all("button", "e.textContent")[0] == "Find the fastest"
-    slide(browser, "batch", 2)
-    assert " --batch-size 32 --micro-batch 4 " in text(browser, "command")
+    slide(browser, "batch", 1)
+    assert " --batch-size 32 --micro-batch 2 " in text(browser, "command")
     moved = [text(browser, name) for name in ("verdict", "setup", "command")]
     browser.driver.refresh()  # the address holds what is shown
     browser.wait("document.documentElement.dataset.ready === 'true'")

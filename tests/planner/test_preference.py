@@ -156,7 +156,7 @@ def test_a_tight_fit_does_not_win() -> None:
     assert hoped.chosen.setup == tight.candidate.setup
     for ratio, taken in ((0.985, True), (1.05, False)):
         ran = planned(workload, {correction_key(tight.candidate.setup): ratio})
-        assert (ran.chosen.setup.checkpointing == tight.candidate.setup.checkpointing) is taken
+        assert (ran.chosen.setup == tight.candidate.setup) is taken
 
 
 def test_a_class_that_only_may_fit_gives_way_to_one_that_surely_does() -> None:
