@@ -16,7 +16,7 @@ from planner.models.families.llama_like import layer_kind
 from planner.models.families.parts import PRE, Decoder, gated, gated_mlp, linear, norm
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec
 
-KINDS = ("llama", "mixture")
+KINDS = LLAMA, MIXTURE = ("llama", "mixture")
 SOFT_CAPPED = ("eager", "flash-attention-2")
 """SDPA cannot soft-cap."""
 _NAMES = {
@@ -66,8 +66,8 @@ def kind_of(fields: Fields) -> str:
         return ""
     num = raw.get("num_experts")
     if not isinstance(num, int) or num <= 1:
-        return "llama"
-    return "mixture" if num <= MOST_EXPERTS else ""
+        return LLAMA
+    return MIXTURE if num <= MOST_EXPERTS else ""
 
 
 def _strange(raw: Mapping[str, Any]) -> str:
@@ -99,10 +99,10 @@ def build(fields: Fields, like: str) -> ModelSpec:
     fits = kind_of(fields)
     if fits and fits != like:
         num = raw.get("num_experts")
-        difference = f"has {num} experts" if fits == "mixture" else "has no experts"
+        difference = f"has {num} experts" if fits == MIXTURE else "has no experts"
         raise UsageError(f"--like {like}: {fields.where} {difference}", hint=f"--like {fits}")
     read = Fields(raw, fields.where)
-    spec = llama(read, "llama") if like == "llama" else _mixture(read)
+    spec = llama(read, LLAMA) if like == LLAMA else _mixture(read)
     attentions = SOFT_CAPPED if read.positive("attn_logit_softcapping") else spec.attentions
     return replace(spec, like=like, attentions=attentions)
 
