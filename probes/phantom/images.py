@@ -193,21 +193,27 @@ def processor_for(name: str, config: Any, tokenizer: Callable[[dict[int, str]], 
     alike = (other for other in (config.model_type, *processors) if processors.get(other) == processor)
     images = next((name for other in alike if (name := by_type.get(other, {}).get("pil"))), "")
     kind = KINDS.get(processor)
+    refused = Refused(
+        f"{name}: its processor is not on this machine, and what {config.model_type} makes of a picture is not known "
+        f"here ({', '.join(KINDS)} are)"
+    )
     if kind is None or not images:
-        raise Refused(
-            f"{name}: its processor is not on this machine, and what {config.model_type} makes of a picture is not "
-            f"known here ({', '.join(KINDS)} are)"
-        )
-    text = tokenizer({getattr(config, field): token for token, field in kind.tokens.values()})
+        raise refused
+    try:
+        sizes, arguments = kind.sizes(config), kind.arguments(config)
+        tokens = {getattr(config, field): token for token, field in kind.tokens.values()}
+    except AttributeError as error:  # a type that shares the class, whose configuration has other fields
+        raise refused from error
+    text = tokenizer(tokens)
     text.add_tokens([token for _, token in kind.marks], special_tokens=True)
     for attribute, token in (*((name, token) for name, (token, _) in kind.tokens.items()), *kind.marks):
         setattr(text, attribute, token)
         setattr(text, f"{attribute}_id", text.convert_tokens_to_ids(token))
     text.chat_template = text.chat_template.replace(PICTURE, kind.picture)
     image_class = image_processing_auto.get_image_processor_class_from_name(images)
-    parts = {"image_processor": image_class(**kind.sizes(config)), "tokenizer": text}
+    parts = {"image_processor": image_class(**sizes), "tokenizer": text}
     cls = _class(processing_auto, processor)
-    arguments = {"chat_template": text.chat_template, **kind.arguments(config)}
+    arguments = {"chat_template": text.chat_template, **arguments}
     if not kind.video_processor and not kind.has_audio:
         return cls(**parts, **arguments)
     nothing = SimpleNamespace(model_input_names=[])

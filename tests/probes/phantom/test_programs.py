@@ -283,9 +283,11 @@ def test_a_stand_in_tokenizer_pads_where_the_class_of_the_true_one_does(
         assert "stand-in for a tokenizer" in error_text(raised.value, "a data set")
 
 
-def test_a_processor_of_a_family_that_is_not_known_is_refused() -> None:
-    with pytest.raises(Refused, match="what florence2 makes of a picture is not known here"):
-        processor_for("someone/model", SimpleNamespace(model_type="florence2"), lambda tokens: None)
+@pytest.mark.parametrize("kind", ["florence2", "vipllava", "pixtral"])
+def test_a_processor_of_a_family_that_is_not_known_is_refused(kind: str) -> None:
+    """Nor one of another type's class that the type's configuration does not serve."""
+    with pytest.raises(Refused, match=f"what {kind} makes of a picture is not known here"):
+        processor_for("someone/model", SimpleNamespace(model_type=kind), lambda tokens: None)
 
 
 def _highest(events: Sequence[Event]) -> int:
