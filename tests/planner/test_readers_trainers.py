@@ -133,6 +133,7 @@ def test_a_step_with_two_forwards_leaves_the_objective_open_and_one_widens_the_b
 
 COMMANDS = """
 parser = argparse.ArgumentParser()
+parser.add_argument("--batches", type=int, default=1)
 commands = parser.add_subparsers(dest="command")
 shared = argparse.ArgumentParser(add_help=False)
 shared.add_argument("--length", type=int, default=512)
@@ -146,9 +147,9 @@ if args.command == "train":
 """
 
 
-@pytest.mark.parametrize("words", [None, ("train",), ("train", "--batch", "4")])
-def test_a_subcommands_options_are_its_own(words: tuple[str, ...] | None) -> None:
-    says(read(COMMANDS.format(other="evaluate"), words), "micro_batch_seqs seq_len_tokens", (4, 512))
+@pytest.mark.parametrize(("words", "batch"), [(None, 4), (("train",), 4), (("train", "--batch", "6"), 6)])
+def test_a_subcommands_options_are_its_own(words: tuple[str, ...] | None, batch: int) -> None:
+    says(read(COMMANDS.format(other="evaluate"), words), "micro_batch_seqs seq_len_tokens", (batch, 512))
 
 
 def test_options_of_subcommands_of_which_several_may_train_are_asked_for() -> None:

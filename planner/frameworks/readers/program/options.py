@@ -314,18 +314,18 @@ def _parsed(owner: CallResult, context: FileContext) -> Instance:
     two of them have is not known.
     """
     options = [Option.of(call) for call in owner.positional if isinstance(call, CallResult)]
-    if context.arguments:
-        context = replace(context, arguments=_spelled_out(context.arguments, options))
-    namespace = Instance({option.name: option.value(context) for option in options})
+    # a subcommand's options are its own, though the beginning of one of these
+    words = _spelled_out(context.arguments, options) if context.arguments else context.arguments
+    namespace = Instance({option.name: option.value(replace(context, arguments=words)) for option in options})
     subparsers = owner.keywords.get("subparsers")
     if not isinstance(subparsers, CallResult):
-        namespace.attributes |= _in_place(options, list(context.arguments or ()))
+        namespace.attributes |= _in_place(options, list(words or ()))
     if isinstance(subparsers, CallResult):
         named = {name: parser for name, parser in subparsers.attributes.items() if isinstance(parser, CallResult)}
-        words = [word for word in context.arguments or () if word in named]
+        given = [word for word in context.arguments or () if word in named]
         trains = [name for name in named if TRAINS.search(name)]
-        chosen = words[0] if words else trains[0] if len(trains) == 1 and context.arguments is None else ""
-        where = "the command line" if words else f"{subparsers.where}, the subcommand that trains"
+        chosen = given[0] if given else trains[0] if len(trains) == 1 and context.arguments is None else ""
+        where = "the command line" if given else f"{subparsers.where}, the subcommand that trains"
         subcommands = {chosen: named[chosen]} if chosen else named
         for inner in (_parsed(parser, context) for parser in subcommands.values()):
             for name, value in inner.attributes.items():
