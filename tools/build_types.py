@@ -249,11 +249,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def of_peft() -> Facts:
-    """The targets of types whose adapters are given none, where they are not queries and values by Llama's names."""
+    """The targets of types whose adapters are given none; the names in a pattern (Gemma 4's, of its text)."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as MAPPING
 
-    return {"peft_targets": {name: targets for name, targets in MAPPING.items()
-                             if isinstance(targets, list) and targets != ["q_proj", "v_proj"]}}  # fmt: skip
+    return {"peft_targets": {name: targets if isinstance(targets, list) else re.findall(r"\w+_proj", targets)
+                             for name, targets in MAPPING.items()}}  # fmt: skip
 
 
 def of_liger(read: Source) -> Facts:

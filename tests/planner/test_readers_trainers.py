@@ -412,6 +412,14 @@ def test_a_model_that_is_handed_by_name_has_the_types_of_the_trainer(
     assert read(loaded, trl="1.16.0").setup.precision == "bf16-autocast"  # transformers 5: the checkpoint's own
 
 
+@pytest.mark.parametrize(("model", "stops"), [("microsoft/Phi-3-mini-4k-instruct", True), ("Qwen/Qwen3-8B", False)])
+def test_adapters_without_targets_stop_where_peft_has_none_of_its_own(model: str, stops: bool) -> None:
+    run = f"SFTTrainer({model!r}, args=SFTConfig(max_length=64), peft_config=LoraConfig(r=8)).train()\n"
+    config = read_text(f"{HEAD}from peft import LoraConfig\n{run}", "train.py", model=loaded(model))
+    assert any("PEFT stops" in refusal for refusal in config.refusals) is stops
+    assert config.setup.lora_targets == ("attention" if stops else ("q_proj", "v_proj"))
+
+
 def test_of_the_catalogues_bert_likes_the_checkpoints_type_is_known() -> None:
     encoders = [model for entry in catalogue.entries() if (model := loaded(entry.model_id)).reads_both_ways]
     assert {model.model_type for model in encoders} >= {"modernbert", "bert", "roberta", "deberta-v2"}

@@ -57,7 +57,7 @@ def test_matrices_taken_where_none_are_named_are_pefts() -> None:
 
     types = {model.model_type for name in catalogue.names() if (model := catalogue.load(name))} & PEFTS.keys()
     by_name = {model_type for model_type in types if isinstance(PEFTS[model_type], list)}
-    ours = {model_type: tuple(PEFT_DEFAULT_TARGETS.get(model_type, ("q_proj", "v_proj"))) for model_type in by_name}
+    ours = {model_type: tuple(PEFT_DEFAULT_TARGETS[model_type]) for model_type in by_name}
     assert ours == {model_type: tuple(PEFTS[model_type]) for model_type in by_name}
 
 

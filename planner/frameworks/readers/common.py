@@ -93,8 +93,8 @@ SIZES = {
 }  # fmt: skip
 """Settings of a model's configuration that make another model of it."""
 PEFT_DEFAULT_TARGETS = by_model_type("peft_targets")
-"""PEFT's own targets where none are given (peft 0.21, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING); q_proj and
-v_proj for every model type not named here."""
+"""PEFT's own targets where none are given (peft 0.21, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING): it stops at
+a type that is not named there."""
 
 
 def optimizer(settings: Settings, key: str, default: str, word: str | None = None) -> str:
@@ -196,11 +196,20 @@ def counted_bits(settings: Settings, bits: int, whose: str) -> str:
     return kind
 
 
-def targets(settings: Settings, names: tuple[str, ...]) -> str | tuple[str, ...]:
-    """A setup's targets from module names, or one pattern: "all-linear" and "attention" where they mean just that."""
+def targets(settings: Settings, names: tuple[str, ...], *, by_lora: bool = True) -> str | tuple[str, ...]:
+    """A setup's targets from module names, or one pattern: "all-linear" and "attention" where they mean just that.
+
+    Args:
+        by_lora: where none are named PEFT's table for LoRA decides, and stops at types that it has not.
+    """
     model = settings.model
     if not names:
         model_type = model.model_type if model is not None else ""
+        if by_lora and model is not None and model_type not in PEFT_DEFAULT_TARGETS:
+            settings.refusals.append(
+                f"PEFT stops: no target modules are named, and it has none of its own for {model_type}"
+            )
+            return "attention"
         default = tuple(PEFT_DEFAULT_TARGETS.get(model_type, ("q_proj", "v_proj")))
         settings.assume(f"no LoRA target modules named: PEFT takes {', '.join(default)}")
         return default

@@ -243,7 +243,7 @@ def _method(settings: Settings) -> dict[str, Any]:
         "quantization": "none" if method != "qlora" else "int8" if eight else nf4,
         "precision": _precision(settings, method),
         "lora_rank": settings.integer("rank", 8, at_least=1),
-        "lora_targets": common.targets(settings, names),
+        "lora_targets": common.targets(settings, names, by_lora=bool(names)),
         "lora_dropout": settings.real("dropout", 0.0),
         "modules_to_save": common.modules_to_save(settings, "saved"),
     }

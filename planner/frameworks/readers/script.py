@@ -366,7 +366,7 @@ class _Script:
             owner = made.owner if isinstance(made, CallResult) else ""
             pattern = unsloth.pattern(lora, names, owner) if self.unsloth else ""
             names = names or (("all-linear",) if self.unsloth else ())
-            targets = (pattern,) if pattern else common.targets(lora, names)
+            targets = (pattern,) if pattern else common.targets(lora, names, by_lora=row is None)
         if row is not None and row.form == "scales" and not names and lora.model is not None:
             targets = scaling_targets(lora.model)
             lora.assume(
