@@ -12,6 +12,7 @@ from probes.allocator.caching import CachingAllocator
 from probes.patching import Replacement, nothing, replaced
 from probes.phantom.card import Card
 from probes.phantom.claims import CPU, CUDA
+from probes.phantom.issued import OnStream
 from probes.phantom.mode import Phantom
 
 CUDA_VERSION = "13.0"
@@ -242,13 +243,16 @@ def _statistics(allocator: CachingAllocator) -> dict[str, int]:
 
 
 def _of_streams(phantom: Phantom) -> dict[str, Any]:
-    def entered(stream: Any = None) -> Any:
-        if stream is not None and stream is not _current:
+    def set_to(stream: Any) -> None:
+        if stream not in (None, _current):
             phantom.note(
                 "a stream of its own was used: on the card its blocks are kept apart from the others, and PyTorch "
                 "reserves more than was found here"
             )
-        return phantom.issued.on_stream() if stream not in (None, _current) else _current
+
+    def entered(stream: Any = None) -> Any:
+        set_to(stream)
+        return OnStream(phantom.issued) if stream not in (None, _current) else _current
 
     def synchronized(device: Any = None) -> None:
         phantom.issued.waited()
@@ -258,7 +262,7 @@ def _of_streams(phantom: Phantom) -> dict[str, Any]:
         "synchronize": synchronized,
         **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: _current),
         "stream": entered,
-        "set_stream": nothing,
+        "set_stream": set_to,
         **dict.fromkeys(("Stream", "StreamContext"), Stream),
         "Event": Event,
         "is_current_stream_capturing": lambda: False,

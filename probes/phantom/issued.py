@@ -1,7 +1,6 @@
 """What a traced program issues: its operators, launches, module calls and waits, by line and module, step by step."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,20 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 SYNCHRONISES = frozenset({_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default})
 """Operators whose result's size only the values say: the host waits for it."""
+
+
+class OnStream:
+    """Within it calls go to a stream of their own; as PyTorch's it may be entered again."""
+
+    def __init__(self, issued: "Issued") -> None:
+        self._issued, self._around = issued, list[bool]()
+
+    def __enter__(self) -> None:
+        self._around.append(self._issued.aside)
+        self._issued.aside = True
+
+    def __exit__(self, *exception: object) -> None:
+        self._issued.aside = self._around.pop()
 
 
 class Issued(OperatorLog):
@@ -72,15 +85,6 @@ class Issued(OperatorLog):
         self.launched(name, (tensor,), ())
         if waits:
             self.waited()
-
-    @contextmanager
-    def on_stream(self) -> Iterator[None]:
-        """Within it calls go to a stream of their own."""
-        self.aside = True
-        try:
-            yield
-        finally:
-            self.aside = False
 
     def launch(self, name: str, arguments: Sequence[Any]) -> None:
         if self._training >= 0:
