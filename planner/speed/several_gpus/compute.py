@@ -14,9 +14,9 @@ from planner.speed.several_gpus.traffic import Traffic, computed, reduces_each, 
 
 DTENSOR_HOST = {False: (6.5, 4.1), True: (9.0, 5.9)}
 """Whether the residual stream is cut too -> how many times as long the host takes for layers whose matrices tensor
-parallelism cuts, without and with checkpointing: every operator on them is dispatched by DTensor. Processor time of
-Qwen3's and Llama's layers cut in eight (6.0 and 7.0; 3.8 and 4.5; 7.9 and 10.1; 5.2 and 6.6 times that of whole ones),
-torch 2.13, a fake process group, 30 November 2026."""
+parallelism cuts, without checkpointing and with it (of some layers in proportion): every operator on them is dispatched
+by DTensor. Processor time of Qwen3's and Llama's layers cut in eight (6.0 and 7.0; 3.8 and 4.5; 7.9 and 10.1; 5.2 and
+6.6 times that of whole ones), torch 2.13, a fake process group, 30 November 2026."""
 
 
 def by_dtensor(setup: TrainSetup) -> bool:
@@ -69,7 +69,9 @@ class Rank:
         self.traffic: Traffic = traffic_of(part, setup, conditions)
         host = self.profile.family.host_s
         if by_dtensor(setup):
-            host *= DTENSOR_HOST[setup.stream_degree > 1][bool(setup.checkpointing)]
+            plain, checkpointed = DTENSOR_HOST[setup.stream_degree > 1]
+            num = -(-part.num_layers // setup.checkpointing) if setup.checkpointing else 0
+            host *= plain + (checkpointed - plain) * num / max(1, part.num_layers)
         if setup.parallel == "dp":  # one process: Python issues the kernels of all GPUs, one after another
             host *= setup.num_gpus
         if setup.parallel in ("zero3", "fsdp2"):

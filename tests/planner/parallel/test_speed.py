@@ -293,6 +293,8 @@ def test_dtensor_dispatches_what_tensor_parallelism_cuts(compiled: bool, waits: 
     gpu = find_gpu("h100-sxm")
     host_s = layout_step_time(model(), gpu, cut, make_cluster(gpu, 8)).parts_s["host"]
     assert (host_s > 0.2) is waits
+    slower = [seconds(cut.replace(checkpointing=every), make_cluster(gpu, 8)) for every in (0, 16, 4, 1)]
+    assert slower == sorted(slower)  # checkpoints never save time
 
 
 def test_torchtitan_reduces_gradients_in_fp32() -> None:
