@@ -18,9 +18,8 @@ from planner.planning.check import (
     CheckResult,
     Verdict,
     band_of,
-    certain_bytes,
     evaluation_label,
-    judge,
+    judge_change,
     with_extras,
 )
 from planner.planning.single_changes import Predict, single_changes, speedup
@@ -117,18 +116,19 @@ def _improved(result: CheckResult, model: ModelSpec, predict: Predict) -> Improv
     if result.evaluation_bytes and result.verdict is not Verdict.FITS:
         # The same config's verdict on its training step alone; its changes are not judged anew: improving does that.
         config = replace(result.config, eval_seqs=0)
-        prediction = with_extras(predict, config, model, result.gpu)(config.setup)
+        extended = with_extras(predict, config, model, result.gpu)
+        prediction = extended(config.setup)
         band = band_of(prediction, config)
         step = replace(
             result,
             config=config,
             prediction=prediction,
             band=band,
-            verdict=judge(prediction, result.budget_bytes, band),
+            verdict=judge_change(config, config.setup, prediction, extended, result.budget_bytes, band),
             evaluation_bytes=0,
         )
         if step.verdict is Verdict.FITS:  # a smaller evaluation suffices
-            search = _Search(step, model, with_extras(predict, step.config, model, result.gpu))
+            search = _Search(step, model, extended)
             improved = search.improved(_Tried(search.start, ()))
         else:
             improved = _improved(step, model, predict)
@@ -166,7 +166,7 @@ class _Search:
     def verdict(self, setup: TrainSetup) -> Verdict:
         after, config = self.predicted(setup), self.result.config
         band = self.result.band.wider(band_of(after, config))
-        return judge(after, self.result.budget_bytes, band, certain_bytes(after, config))
+        return judge_change(config, setup, after, self.predicted, self.result.budget_bytes, band)
 
     def improved(self, tried: _Tried) -> Improved:
         after, verdict = self.predicted(tried.setup), self.verdict(tried.setup)

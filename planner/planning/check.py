@@ -288,7 +288,7 @@ def check(
                 setup=setup,
                 prediction=after,
                 verdict=_stopped(config, model, gpu, setup)
-                or judge(after, budget_bytes, band, certain_bytes(after, config)),
+                or judge_change(config, setup, after, predict, budget_bytes, band),
                 saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
                 speedup=speedup(model, config.setup, setup, predict),
                 changes_training=changes_training,
@@ -309,7 +309,7 @@ def check(
             add(label, setup, after, step_band.wider(band_of(after, config)), changes_training)
     verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
     afterwards = reload_bytes(config, model, gpu)
-    segments = _needs_segments(config, predict, budget_bytes, band) if verdict is Verdict.FITS else ()
+    segments = _needs_segments(config, config.setup, predict, budget_bytes, band) if verdict is Verdict.FITS else ()
     more = _keeps_all_logits(config) or afterwards > budget_bytes or segments
     if verdict is Verdict.FITS and (more or judge(of_step, budget_bytes, step_band) != verdict):
         verdict = Verdict.UNCERTAIN
@@ -350,11 +350,23 @@ lie between, median 1.7 (tests/planner/test_check.py). Without adapters the opti
 """
 
 
-def _needs_segments(config: ReadConfig, predict: Predict, budget_bytes: int, band: Band) -> tuple[str, ...]:
+def judge_change(
+    config: ReadConfig, setup: TrainSetup, after: Prediction, predict: Predict, budget_bytes: int, band: Band
+) -> Verdict:
+    """Whether a file's setup, changed, fits as surely as the file itself would have to."""
+    verdict = judge(after, budget_bytes, band, certain_bytes(after, config))
+    if verdict is Verdict.FITS and _needs_segments(config, setup, predict, budget_bytes, band):
+        return Verdict.UNCERTAIN
+    return verdict
+
+
+def _needs_segments(
+    config: ReadConfig, setup: TrainSetup, predict: Predict, budget_bytes: int, band: Band
+) -> tuple[str, ...]:
     """What is said where a file that says nothing of the allocator fits with expandable segments alone."""
     if EXPANDABLE not in config.assumptions:
         return ()
-    fixed = predict(config.setup.replace(expandable_segments=False))
+    fixed = predict(setup.replace(expandable_segments=False))
     fits = judge(fixed, budget_bytes, band) is Verdict.FITS
     return () if fits else (risk(ON_FIXED_SEGMENTS.format(gib(fixed.peak_device_bytes))),)
 
