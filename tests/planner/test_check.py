@@ -570,11 +570,12 @@ def test_a_file_that_says_nothing_of_the_allocator_fits_only_where_it_does_on_fi
     assert [any(note.startswith("fits only where") for note in each.notes) for each in (result, close)] == [False, True]
     launched = replace(config, assumptions=())
     assert check(launched, MODEL, GPU, least, prediction_of).verdict is Verdict.FITS
-    for change in close.changes:  # nor does a change of it, nor what --fix writes
-        fixed = prediction_of(change.setup.replace(expandable_segments=False))
-        assert change.verdict is not Verdict.FITS or fixed.peak_device_bytes <= least, change.label
-    improved = improve(close, MODEL, prediction_of)
-    assert check(replace(config, setup=improved.setup), MODEL, GPU, least, prediction_of).verdict is improved.verdict
+    for budget in (least, round(0.9 * least), round(0.8 * least)):
+        close = check(config, MODEL, GPU, budget, prediction_of)
+        improved = improve(close, MODEL, prediction_of)
+        for change in (*close.changes, improved):  # nor does a change of it, nor what --fix writes
+            changed = check(replace(config, setup=change.setup), MODEL, GPU, budget, prediction_of)
+            assert change.verdict is not Verdict.FITS or changed.verdict is Verdict.FITS, change
 
 
 def test_what_different_lengths_leave_cached_is_measured() -> None:
