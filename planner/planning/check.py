@@ -269,7 +269,7 @@ def check(
     """
     if reason := halves_refusal(model, config.setup):
         raise NotPlanned(f"{config.path}: {reason}")
-    of_step = with_extras(predict, replace(config, eval_seqs=0), model, gpu)(config.setup)
+    of_step = (predict_step := with_extras(predict, replace(config, eval_seqs=0), model, gpu))(config.setup)
     evaluation = evaluating_bytes(config, model, gpu, config.setup)
     decides = evaluation > of_step.peak_device_bytes
     prediction = replace(of_step, peak_device_bytes=evaluation) if decides else of_step
@@ -280,15 +280,14 @@ def check(
 
     changes: list[Change] = []
 
-    def add(label: str, setup: TrainSetup, after: Prediction, band: Band, changes_training: bool = False) -> None:
+    def add(label: str, setup: TrainSetup, after: Prediction, fits: Verdict, changes_training: bool = False) -> None:
         changes.append(
             Change(
                 label=label,
                 fields=changed_fields(config.setup, setup),
                 setup=setup,
                 prediction=after,
-                verdict=_stopped(config, model, gpu, setup)
-                or judge_change(config, setup, after, predict, budget_bytes, band),
+                verdict=_stopped(config, model, gpu, setup) or fits,
                 saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
                 speedup=speedup(model, config.setup, setup, predict),
                 changes_training=changes_training,
@@ -297,16 +296,17 @@ def check(
         )
 
     if decides and config.eval_seqs > config.setup.micro_batch_seqs:
-        at_micro = replace(config, eval_seqs=config.setup.micro_batch_seqs)
-        least = evaluating_bytes(at_micro, model, gpu, config.setup)
+        least = evaluating_bytes(replace(config, eval_seqs=config.setup.micro_batch_seqs), model, gpu, config.setup)
         fewer = replace(of_step, peak_device_bytes=max(of_step.peak_device_bytes, least))
-        add(evaluation_label(config.setup), config.setup, fewer, step_band)
+        fits = judge_change(config, config.setup, fewer, predict_step, budget_bytes, step_band)
+        add(evaluation_label(config.setup), config.setup, fewer, fits)
     tried = single_changes(config.setup, gpu, model, reentrant=config.reentrant, samples_per_row=samples_per_row)
     for label, setup, changes_training in tried:
         if config.allows(setup):
             after = predict(setup)
             # a changed setup stands on the formula: its band, where that is wider
-            add(label, setup, after, step_band.wider(band_of(after, config)), changes_training)
+            wide = step_band.wider(band_of(after, config))
+            add(label, setup, after, judge_change(config, setup, after, predict, budget_bytes, wide), changes_training)
     verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
     afterwards = reload_bytes(config, model, gpu)
     segments = _needs_segments(config, config.setup, predict, budget_bytes, band) if verdict is Verdict.FITS else ()
