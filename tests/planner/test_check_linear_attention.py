@@ -15,6 +15,7 @@ FILE = """\
 model_name_or_path: Qwen/Qwen3.5-4B
 dataset_name: some/data
 use_peft: true
+lora_target_modules: [q_proj, v_proj]
 dtype: bfloat16
 bf16: true
 per_device_train_batch_size: 1
