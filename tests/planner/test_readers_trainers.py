@@ -412,12 +412,17 @@ def test_a_model_that_is_handed_by_name_has_the_types_of_the_trainer(
     assert read(loaded, trl="1.16.0").setup.precision == "bf16-autocast"  # transformers 5: the checkpoint's own
 
 
-@pytest.mark.parametrize(("model", "stops"), [("microsoft/Phi-3-mini-4k-instruct", True), ("Qwen/Qwen3-8B", False)])
-def test_adapters_without_targets_stop_where_peft_has_none_of_its_own(model: str, stops: bool) -> None:
-    run = f"SFTTrainer({model!r}, args=SFTConfig(max_length=64), peft_config=LoraConfig(r=8)).train()\n"
+@pytest.mark.parametrize(("model", "more", "stops"), [
+    ("microsoft/Phi-3-mini-4k-instruct", "", True), ("Qwen/Qwen3-8B", "", False),
+    ("Qwen/Qwen3-30B-A3B", ", target_parameters=['mlp.experts.down_proj']", False),
+    ("Qwen/Qwen3-30B-A3B", ", target_modules=chosen_by(somebody)", False), ("Qwen/Qwen3-30B-A3B", ", **chosen", False),
+])  # fmt: skip
+def test_adapters_without_targets_stop_where_peft_has_none_of_its_own(model: str, more: str, stops: bool) -> None:
+    """Not where parameters are named, or modules that are not known."""
+    run = f"SFTTrainer({model!r}, args=SFTConfig(max_length=64), peft_config=LoraConfig(r=8{more})).train()\n"
     config = read_text(f"{HEAD}from peft import LoraConfig\n{run}", "train.py", model=loaded(model))
     assert any("PEFT stops" in refusal for refusal in config.refusals) is stops
-    assert config.setup.lora_targets == ("attention" if stops else ("q_proj", "v_proj"))
+    assert config.setup.lora_targets == (("q_proj", "v_proj") if model == "Qwen/Qwen3-8B" else "attention")
 
 
 def test_of_the_catalogues_bert_likes_the_checkpoints_type_is_known() -> None:

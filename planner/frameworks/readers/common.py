@@ -196,6 +196,9 @@ def counted_bits(settings: Settings, bits: int, whose: str) -> str:
     return kind
 
 
+_OF_LORA = ("", "lora_")
+
+
 def targets(settings: Settings, names: tuple[str, ...], *, by_lora: bool = True) -> str | tuple[str, ...]:
     """A setup's targets from module names, or one pattern: "all-linear" and "attention" where they mean just that.
 
@@ -206,9 +209,11 @@ def targets(settings: Settings, names: tuple[str, ...], *, by_lora: bool = True)
     if not names:
         model_type = model.model_type if model is not None else ""
         if by_lora and model is not None and model_type not in PEFT_DEFAULT_TARGETS:
-            settings.refusals.append(
-                f"PEFT stops: no target modules are named, and it has none of its own for {model_type}"
-            )
+            words = ("target_modules", "target_parameters")  # modules: not known; parameters alone are enough for it
+            if not settings.more and not any(settings.has(f"{prefix}{word}") for word in words for prefix in _OF_LORA):
+                settings.refusals.append(
+                    f"PEFT stops: no target modules are named, and it has none of its own for {model_type}"
+                )
             return "attention"
         default = tuple(PEFT_DEFAULT_TARGETS.get(model_type, ("q_proj", "v_proj")))
         settings.assume(f"no LoRA target modules named: PEFT takes {', '.join(default)}")
