@@ -149,6 +149,12 @@ def test_what_stands_beside_a_plan_fits_where_it_can_though_no_dry_run_looks_at_
     assert beside["by TRL"] == beside[Node.EIGHT_BIT.words] == "fits"
 
 
+def test_a_class_that_padding_leaves_no_room_is_none_that_surely_fits() -> None:
+    workload = PlanRequest(fixed={"objective": ("dpo",)}).workload(loaded("Qwen/Qwen2.5-0.5B"), find_gpu("arc-b570"))
+    plan = planned(workload)
+    assert (plan.chosen.setup.method, plan.chosen.verdict) == ("lora", "fits")
+
+
 @pytest.mark.parametrize("ratio", [0.7, 0.999, 1.0, 1.0371, 1.3])
 def test_the_largest_peak_that_fits_when_corrected_is_the_largest(ratio: float) -> None:
     workload = plan_request("Qwen/Qwen2.5-7B", "rtx-4090")

@@ -96,10 +96,11 @@ class NodeResults:
     def _preferred(self, points: list[WalkedSetup], *, sure: bool) -> WalkedSetup | None:
         cached = self.preferred.get(sure)
         if cached is None or cached[0] != self.walked:
-            cached = self.preferred[sure] = self.walked, self._find_preferred(points)
+            cached = self.preferred[sure] = self.walked, self._find_preferred(points, sure=sure)
         return cached[1]
 
-    def _find_preferred(self, points: list[WalkedSetup]) -> WalkedSetup | None:
+    def _find_preferred(self, points: list[WalkedSetup], *, sure: bool = False) -> WalkedSetup | None:
+        """The preferred one of those that padding leaves room; where it leaves none, of all, or none that is sure."""
         if not points or self.limits is None:
             return None
         if not self.worst_quality:
@@ -122,7 +123,7 @@ class NodeResults:
             if padding.fits(best, min(self.limits.taken_bytes(best.family), proven_bytes)):
                 return padding.with_own_speed(best)
             open_points = [point for point in open_points if point is not best]
-        return min(points, key=preference)
+        return None if sure else min(points, key=preference)
 
     def bytes_with_margin(self, point: WalkedSetup) -> float:
         """The largest peak at which a point fits by more than its level errs."""
