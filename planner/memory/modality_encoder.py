@@ -90,14 +90,14 @@ def encoder_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> EncoderB
     """What the pictures of a micro-batch add."""
     assert setup.images is not None
     encoder = encoder_of(model, setup.images)
-    tower_setup, adapted = encoder_setup(setup, encoder), encoder_adapted(model, setup)
-    dtypes = step_dtype_policy(encoder.model, tower_setup)
+    vision_setup, adapted = encoder_setup(setup, encoder), encoder_adapted(model, setup)
+    dtypes = step_dtype_policy(encoder.model, vision_setup)
     if encoder.convolves:
-        return _convolved(model, encoder, tower_setup, dtypes, adapted)
+        return _convolved(model, encoder, vision_setup, dtypes, adapted)
     costs = layer_costs(
-        encoder.model, gpu, tower_setup, dtypes, [_adapted(layer, adapted) for layer in encoder.model.layer_kinds]
+        encoder.model, gpu, vision_setup, dtypes, [_adapted(layer, adapted) for layer in encoder.model.layer_kinds]
     )
-    patches, row = tower_setup.micro_batch_seqs * encoder.patches, SIZE_BYTES[dtypes.residual]
+    patches, row = vision_setup.micro_batch_seqs * encoder.patches, SIZE_BYTES[dtypes.residual]
     if encoder.clipped:
         # what the clamps around every matrix take, which no two matrices share behind them, and what the matrix gave
         # (transformers 5.23 `models/gemma4/modeling_gemma4.py` Gemma4ClippableLinear)
@@ -106,15 +106,15 @@ def encoder_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> EncoderB
             width = sum(row * linear.in_features + given * linear.out_features for linear in layer.linears)
             cost.saved.mlp += patches * width
     ground = shared_layer_costs(
-        encoder.model, gpu, tower_setup, costs, casts_adapters=False
+        encoder.model, gpu, vision_setup, costs, casts_adapters=False
     )  # the text's count those of both
-    parts = activation_parts(encoder.model, gpu, tower_setup, ground)
-    inputs, mask = tower_setup.micro_batch_seqs * encoder.input_bytes, 0
+    parts = activation_parts(encoder.model, gpu, vision_setup, ground)
+    inputs, mask = vision_setup.micro_batch_seqs * encoder.input_bytes, 0
     if encoder.joined and setup.attention != "flash-attention-2":
         # keeps joined frames apart and is all layers' (transformers 5.23 `models/pixtral/modeling_pixtral.py`
         # generate_block_attention_mask); flash-attention takes their lengths
         mask = SIZE_BYTES[dtypes.table] * patches**2
-    outputs = row * (patches * encoder.model.hidden_size + _seen(encoder, tower_setup) * model.hidden_size)
+    outputs = row * (patches * encoder.model.hidden_size + _seen(encoder, vision_setup) * model.hidden_size)
     if not asks_gradients(encoder, setup, adapted):
         return EncoderBytes(inputs=inputs, between_encoder_and_text=outputs, forward=parts.forward_temp + mask)
     text_gradients = 2 * row * model.hidden_size * setup.tokens_per_micro_batch * (setup.method != "full")
@@ -124,28 +124,30 @@ def encoder_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> EncoderB
         inputs=inputs,
         stored=sum(parts.stored.values()) + parts.weight_casts[1],
         mask=mask,
-        between_encoder_and_text=outputs + parts.final_norm + projectors_saved(encoder, tower_setup, dtypes, adapted),
+        between_encoder_and_text=outputs + parts.final_norm + projectors_saved(encoder, vision_setup, dtypes, adapted),
         forward=parts.forward_temp,
         backward=tuple(moment.total + text_gradients for moment in parts.layer_moments),
     )
 
 
 def _convolved(
-    model: ModelSpec, encoder: Encoder, tower_setup: TrainSetup, dtypes: DtypePolicy, adapted: frozenset[str]
+    model: ModelSpec, encoder: Encoder, vision_setup: TrainSetup, dtypes: DtypePolicy, adapted: frozenset[str]
 ) -> EncoderBytes:
     """Of an encoder of convolutions: PEFT adapts none, so that it keeps something where it is trained itself, and all
     of it; the copies that autocast makes of fp32 weights too."""
     narrow = SIZE_BYTES[dtypes.autocast or dtypes.table]
-    frames, sizes = tower_setup.micro_batch_seqs, PICTURE_BYTES[narrow, 4 if dtypes.autocast else narrow]
+    frames, sizes = vision_setup.micro_batch_seqs, PICTURE_BYTES[narrow, 4 if dtypes.autocast else narrow]
     widened = replace(dtypes, residual="fp32" if dtypes.autocast else dtypes.residual)
-    features = SIZE_BYTES[dtypes.linear_out(dtypes.residual)] * _seen(encoder, tower_setup) * model.hidden_size
+    features = SIZE_BYTES[dtypes.linear_out(dtypes.residual)] * _seen(encoder, vision_setup) * model.hidden_size
     frozen = EncoderBytes(
         inputs=frames * encoder.input_bytes,
         between_encoder_and_text=features
-        + (projectors_saved(encoder, tower_setup, widened, adapted) if tower_setup.method == "full" or adapted else 0),
+        + (
+            projectors_saved(encoder, vision_setup, widened, adapted) if vision_setup.method == "full" or adapted else 0
+        ),
         forward=frames * sizes.idle,
     )
-    if tower_setup.method != "full":
+    if vision_setup.method != "full":
         return frozen
     casts = (
         SIZE_BYTES[dtypes.autocast] * encoder.num_other_params

@@ -50,7 +50,7 @@ def with_vision(model: ModelSpec) -> ModelSpec:
     built = by_model_type("seeing_class").get(model.model_type, model.built_class)
     if built == model.built_class or "vision_config" not in model.config:
         return model
-    return model.once("eyes", lambda of: _seeing(of, built))
+    return model.once("vision encoder", lambda of: _seeing(of, built))
 
 
 def _seeing(model: ModelSpec, built: str) -> ModelSpec:
@@ -78,7 +78,7 @@ def encoder_of(model: ModelSpec, images: Images) -> "Encoder":
         SetupError: a text model, or whose vision encoder is not known here.
     """
     width, height = images.width, images.height
-    return model.once(("tower", width, height), lambda of: _encoder(of, width, height))
+    return model.once(("encoder", width, height), lambda of: _encoder(of, width, height))
 
 
 def _encoder(model: ModelSpec, width: int, height: int) -> "Encoder":

@@ -98,17 +98,17 @@ def pictures(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
     """The layers of a vision encoder, each kind as a model of its own."""
     assert setup.images is not None
     encoder, adapted = encoder_of(speed.model, setup.images), encoder_adapted(speed.model, setup)
-    tower_setup, images = encoder_setup(setup, encoder), setup.images.num * encoder.frames
+    vision_setup, images = encoder_setup(setup, encoder), setup.images.num * encoder.frames
     gradients, windows_s = asks_gradients(encoder, setup, adapted), 0.0
     layers = []
     for kind, num in () if encoder.convolves else encoder.model.layer_counts:
         length = min(encoder.window_patches if kind.kind == "vision-window" else encoder.patches, encoder.patches)
         part = replace(encoder.model, layer_kinds=(kind,), layer_order=(0,) * num)
-        family = _family(speed, part, tower_setup.replace_trusted(seq_len_tokens=length))
+        family = _family(speed, part, vision_setup.replace_trusted(seq_len_tokens=length))
         layers.append(Layers(family, length, images * -(-encoder.patches // length), both_ways=True))
         if kind.kind == "vision-window" and setup.attention != "flash-attention-2":
             calls = images * num * (encoder.num_windows - 1)
-            windows_s = calls * _window_s(tower_setup, gradients=gradients) * speed.host_scale
+            windows_s = calls * _window_s(vision_setup, gradients=gradients) * speed.host_scale
     note = (
         "No run with pictures has been compared: the encoder's time is counted from the constants of the text's "
         "layers, without its projector; reading and resizing pictures on the host is not counted."
