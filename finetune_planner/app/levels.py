@@ -98,7 +98,8 @@ def dry_run_setup(
 
 
 OVER_MICRO_BATCHES = 128
-"""Of a shuffled epoch; 1,280 reserved the same (Qwen-7B, up to 2,048 tokens: benchmarks/varying_lengths.py)."""
+"""Of a shuffled epoch; 1,280 reserved the same (Qwen-7B, up to 2,048 tokens: benchmarks/varying_lengths.py at
+e34acc15)."""
 
 
 def over_samples(

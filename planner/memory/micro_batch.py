@@ -477,8 +477,9 @@ def hooked_bytes(model: ModelSpec, setup: TrainSetup) -> int:
     Its hooks on a unit's inputs hold each checkpointed layer's input where the layer's weights are frozen, and under
     reentrant checkpointing the gradient of the recomputed input beside it.
 
-    Measured: benchmarks/fsdp1_kept_inputs.py (PyTorch 2.13, eight blocks: 24 live hidden states reentrant, 10 not, 2
-    without sharding); 91 published configurations 14.8 -> 3.1 % median (docs/accuracy/multi-gpu.md).
+    Measured: benchmarks/fsdp1_kept_inputs.py at e34acc15 (PyTorch 2.13, eight blocks: 24 live hidden states
+    reentrant, 10 not, 2 without sharding); 91 published configurations 14.8 -> 3.1 % median
+    (docs/accuracy/multi-gpu.md).
     """
     if setup.fsdp_version != 1 or setup.method == "full" or not setup.checkpointing:
         return 0

@@ -15,8 +15,8 @@ DELTA, CONV = "flash-linear-attention", "causal-conv1d"
 VLLM = "vllm"
 TESTED = {LIGER: "0.8.5", FLASH: "2.8.3", DELTA: "0.6.0", CONV: "1.7.0", VLLM: "0.30.0"}
 """The version that is installed: of Liger that whose own code was run here (tools/build_types.py,
-benchmarks/trace_liger.py), of the others PyPI's newest of November 2026 (flash-attn: the newest with ready builds;
-vLLM: the newest that pip resolves beside transformers 5.23, and that trl 1.16 takes)."""
+benchmarks/trace_liger.py at e34acc15), of the others PyPI's newest of November 2026 (flash-attn: the newest with
+ready builds; vLLM: the newest that pip resolves beside transformers 5.23, and that trl 1.16 takes)."""
 CHUNKED_TYPES = model_types("hands_on_delta_rule")
 """Model types whose gated delta rule transformers hands to flash-linear-attention's `chunk_gated_delta_rule` where
 that is installed (`use_kernel_func_from_hub_with_fallback(..., "fla")`); without it a loop in PyTorch runs, in fp32."""

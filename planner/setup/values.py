@@ -338,6 +338,11 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         return self.quantized and self.trainer.widens_stacks and not apart
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether a loss scaler steps: under fp16 autocast alone."""
+        return self.autocast_dtype == "fp16"
+
+    @property
     def resolved_adapter_dtype(self) -> str:
         """Data type of the LoRA matrices, with "auto" resolved as the stack does it.
 
@@ -349,14 +354,14 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         """
         if self.adapter_dtype != "auto":
             return self.adapter_dtype
-        if self.autocast_dtype == "fp16":
+        if self.scales_loss:
             return "fp32"
         return self.trainer.adapter_dtype(quantized=self.quantized, cast=self.kbit_fp32_cast, weights=self.weight_dtype)
 
     @property
     def scaler_refusal(self) -> str:
         """Why the loss scaler of fp16 autocast cannot step this setup's adapters, "" where it can."""
-        if self.method == "full" or self.autocast_dtype != "fp16" or self.resolved_adapter_dtype == "fp32":
+        if self.method == "full" or not self.scales_loss or self.resolved_adapter_dtype == "fp32":
             return ""
         return f"the fp16 loss scaler cannot unscale {self.resolved_adapter_dtype} adapters' gradients"
 
@@ -469,7 +474,7 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         it (pytorch/pytorch issue 139989), the whole of such layers runs as it is.
 
         Source: transformers 5.23 `modeling_flash_attention_utils.py` _is_packed_sequence, _upad_input.
-        Measured: benchmarks/compiled_layers.py under PyTorch 2.13: of 12 such layers no graph, of others one.
+        Measured: benchmarks/compiled_layers.py at e34acc15, PyTorch 2.13: of 12 such layers no graph, of others one.
         """
         return self.compile and not (
             self.trainer.traces_masks and self.checkpointing and self.attention == "flash-attention-2"

@@ -105,7 +105,7 @@ def _under_autocast(plain: Callable[..., Any], setup: TrainSetup, device_type: s
 
 def make_scaler(setup: TrainSetup, device_type: str) -> Any:
     """The loss scaler of fp16 training, None otherwise."""
-    if setup.autocast_dtype != "fp16":
+    if not setup.scales_loss:
         return None
     return torch.amp.GradScaler("cuda") if device_type == "cuda" else EmulatedScaler(device_type)
 

@@ -282,7 +282,7 @@ def test_a_compiled_speed_says_how_little_is_known_of_it() -> None:
 
 
 def test_flash_attention_in_checkpointed_layers_leaves_nothing_to_compile() -> None:
-    """benchmarks/compiled_layers.py: 12 such layers, 0 graphs. Without checkpointing, in torchtitan's own
+    """benchmarks/compiled_layers.py at e34acc15: 12 such layers, 0 graphs. Without checkpointing, in torchtitan's own
     model, or with SDPA the layers are compiled."""
     alone = TrainSetup(compile=True, attention="flash-attention-2")
     assert not alone.compiled
@@ -322,8 +322,9 @@ def test_torch_compile_is_taken_where_it_gains_more_than_its_band_and_the_tree_s
     ({"lora_rank": 8, "lora_targets": ["q_proj"]}, 2 * 2048 + 5 * 768 + 2 * 256 + 8),
 ])  # fmt: skip
 def test_a_compiled_layer_keeps_what_pytorchs_partitioner_keeps(adapters: dict[str, Any], widths: int) -> None:
-    """benchmarks/compiled_layers.py: every input of a matrix that has a gradient, once; queries, keys, values,
-    the attention's output and its log-sums; the residual after attention, gate and up; the norms' deviations."""
+    """benchmarks/compiled_layers.py at e34acc15: every input of a matrix that has a gradient, once; queries, keys,
+    values, the attention's output and its log-sums; the residual after attention, gate and up; the norms'
+    deviations."""
     config = {
         "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12,
         "num_key_value_heads": 4, "vocab_size": 64, "tie_word_embeddings": False,

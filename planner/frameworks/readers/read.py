@@ -239,15 +239,15 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
         except NotATraining:
             if not detect(parsed.values):
                 raise
-    opened = loading.without_open(parsed.values)[1]
-    if opened or detect(parsed.values) == torchtune.FORMAT:  # it takes OmegaConf throughout
+    # torchtune takes OmegaConf throughout
+    if loading.without_open(parsed.values)[1] or detect(parsed.values) == torchtune.FORMAT:
         parsed = parsed._replace(values=loading.with_words(parsed.values, around.arguments or ()))
     kind = detect(parsed.values)
     kind, parsed = _tools_block(kind, parsed)
     if kind == trl.FORMAT and name.endswith(".json") and generic.is_training(parsed.values):
         kind = generic.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
     parsed = parsed._replace(values=with_words(parsed.values, kind, around.arguments or ()))
-    opened = {}
+    opened: dict[str, str] = {}
     if kind != generic.FORMAT:
         resolved, opened = loading.without_open(parsed.values)
         parsed = parsed._replace(values=resolved)

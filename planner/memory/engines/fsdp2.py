@@ -82,7 +82,7 @@ class Fsdp2(Engine):
         trained = part_trained(part.model, inner)
         shards, model = setup.shards, part.model
         groups = gathered_groups(model, inner, shards)
-        local = _shard(part_trained(model, setup), groups, setup)
+        local = _shard(model, groups, setup)
         weights = _weights(model, setup, groups, local)
         on_host = setup.offload == "parameters"
         allocations = [] if on_host else list(weights)
@@ -124,10 +124,9 @@ class Fsdp2(Engine):
         inner, rest = self.computes(setup), without_experts(part.model)
         share, groups = share_of(part.model, replicas(setup)), gathered_groups(rest, inner, setup.shards)
         around = gathered_groups(moe_layers_without_experts(part.model), inner, setup.shards).layer
-        trained, dtype = part_trained(rest, inner), sharded_dtype(setup)
-        outer = _shard(part_trained(rest, setup), groups, setup)
+        trained, outer = part_trained(rest, inner), _shard(rest, groups, setup)
         local = replace(outer, num=outer.num + share.stored, largest=max(outer.largest, share.largest))
-        allocations = [weight_allocation(f"weights / {setup.shards}", SIZE_BYTES[dtype] * local.num)]
+        allocations = [weight_allocation(f"weights / {setup.shards}", SIZE_BYTES[local.dtype] * local.num)]
         allocations += gathered_with_experts(rest, groups, around, share, inner)
         if rest.tied:  # transformers wraps both ends of the tie
             allocations.append(weight_allocation("tied table, gathered twice", groups.tail, *COMPUTE))
@@ -395,10 +394,10 @@ def _reducing(
     ]
 
 
-def _shard(trained: Trained, groups: Groups, setup: TrainSetup) -> Trained:
+def _shard(model: ModelSpec, groups: Groups, setup: TrainSetup) -> Trained:
     """One rank's share of what `setup` trains, padding included: rank 0's shard is a full one. Whole modules beside
     adapters stay in their weights' type where nothing is upcast."""
-    shards, upcast = setup.shards, _upcasts(setup)
+    trained, shards, upcast = part_trained(model, setup), setup.shards, _upcasts(setup)
     return Trained(
         num=-(-(trained.num + trained.copies * upcast + groups.padding[1]) // shards),
         dtype=sharded_dtype(setup),

@@ -261,8 +261,8 @@ def compile_left_out(workload: Workload, setup: TrainSetup) -> str:
     mixtures where dynamo makes one graph of the whole model.
 
     Source: 53 compiled runs of six programs (benchmarks/stack_bands.py, docs/kernels.md): dense models, bf16, full
-    fine-tuning and LoRA, one GPU, NVIDIA's cards from Ampere on. benchmarks/compiled_layers.py: gpt-oss and Qwen3's
-    mixture compile whole; with adapters on stacked experts peft's parametrizations end every graph.
+    fine-tuning and LoRA, one GPU, NVIDIA's cards from Ampere on. benchmarks/compiled_layers.py at e34acc15: gpt-oss and
+    Qwen3's mixture compile whole; with adapters on stacked experts peft's parametrizations end every graph.
     """
     model, gpu = workload.model, workload.gpu
     if setup.method != "full" and adapts_expert_stacks(model, setup.lora_targets):

@@ -373,7 +373,7 @@ SINGLE_SCORES = {False: (53, 133), True: (50, 114)}
 """Bytes per score of attention whose softmax is single operations too, forward and backward: in fp32, and under
 autocast, where exponential, sum and quotient are fp32. Half of fp32's in 16 bit.
 
-Counted by running such a model in PyTorch 2.13 (benchmarks/single_operations.py; CS336's own program gives
+Counted by running such a model in PyTorch 2.13 (benchmarks/single_operations.py at e34acc15; CS336's own program gives
 the same), with the products' 8 and 16; autocast's from it by the types of CUDA's lists. Likewise the three below.
 """
 SINGLE_GATED = (8, 18)
@@ -387,7 +387,7 @@ SINGLE_HOST = (1.6, 1.95)
 eager attention: einops' Python, and two to three views around every kernel, 1.4 and 1.7, on machines whose hosts take
 1.15 times as long as those of published trainers (benchmarks/gathered.py, the half that is not kept out). The course's
 program timed on a CPU with tensors of no size (12 layers, 12 rounds in turn, November 2026); without einops 1.2 and 1.6
-(benchmarks/single_operations.py)."""
+(benchmarks/single_operations.py at e34acc15)."""
 
 LAYER_PARTS = frozenset({"norm", "rotary", "gated"})
 

@@ -68,9 +68,9 @@ class ThroughputProfile:
 
     def _optimizer_s(self, optimizer: str) -> tuple[float, float]:
         """GPU and host seconds of an optimizer's step."""
-        family, scaled = self._family, self._setup.autocast_dtype == "fp16"
+        family = self._family
         trained = family.trained_params, family.trained_bytes, family.trained_tensors
-        return self._speed.optimizer_s(optimizer, *trained, scaled=scaled)
+        return self._speed.optimizer_s(optimizer, *trained, scaled=self._setup.scales_loss)
 
     @property
     def _step_s(self) -> float:

@@ -94,8 +94,7 @@ class Rank:
             size, tensors = 4, 2
         elif setup.parallel == "fsdp2" and setup.autocast_dtype:
             size = 4
-        scaled = setup.autocast_dtype == "fp16"
-        return self._speed.optimizer_s(optimizer, self._stepped(setup.shards), size, tensors, scaled=scaled)
+        return self._speed.optimizer_s(optimizer, self._stepped(setup.shards), size, tensors, scaled=setup.scales_loss)
 
     @property
     def bandwidth(self) -> float:
