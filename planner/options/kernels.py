@@ -37,13 +37,13 @@ class KernelFamily:
 
 
 LIGER = "liger-kernel"
-_LAYER = frozenset({"norm", "head-norm", "rotary", "gated"})
+LAYER_PARTS = frozenset({"norm", "head-norm", "rotary", "gated"})
 _ROWS = (
     KernelFamily(name="eager", parts=frozenset(), triton=False, package="", tie_break=0, words="eager kernels"),
-    KernelFamily(name="liger", parts=_LAYER, triton=True, package=LIGER, tie_break=1, words="Liger kernels"),
+    KernelFamily(name="liger", parts=LAYER_PARTS, triton=True, package=LIGER, tie_break=1, words="Liger kernels"),
     KernelFamily(
         name="fused",
-        parts=_LAYER | {"lora"},
+        parts=LAYER_PARTS | {"lora"},
         triton=True,
         package="",
         tie_break=2,
@@ -81,17 +81,7 @@ Source: Unsloth's `models/loader.py` (types with a class of its own); Axolotl do
 """
 
 
-def parts_of(kernels: str, model_type: str, *, compiled: bool = False) -> frozenset[str]:
-    """What of this type's layers runs as kernels of its own: the family's, or the compiler's, which has them all."""
-    if compiled:
-        return COMPILED
-    available = LIGER_PARTS.get(model_type, frozenset())
-    if model_type in FUSED_LORA:
-        available |= {"lora"}
-    return KERNELS[kernels].parts & available
-
-
-COMPILED = _LAYER | {"lora", "inputs"}
+COMPILED = LAYER_PARTS | {"lora", "inputs"}
 """What torch.compile makes one kernel of in any layer; "inputs": what several matrices multiplied is kept once, in the
 type that is multiplied.
 

@@ -3,7 +3,7 @@
 Pure: the prediction is a function handed in (formula or dry run), the file a `ReadConfig`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import cache
@@ -269,7 +269,8 @@ def check(
     """
     if reason := halves_refusal(model, config.setup):
         raise NotPlanned(f"{config.path}: {reason}")
-    of_step = (predict_step := with_extras(predict, replace(config, eval_seqs=0), model, gpu))(config.setup)
+    predict_step = with_extras(predict, replace(config, eval_seqs=0), model, gpu)
+    of_step = predict_step(config.setup)
     evaluation = evaluating_bytes(config, model, gpu, config.setup)
     decides = evaluation > of_step.peak_device_bytes
     prediction = replace(of_step, peak_device_bytes=evaluation) if decides else of_step
@@ -278,35 +279,28 @@ def check(
     step_band = Band(step_band.below + (1 - step_band.below) * less_fraction, step_band.above)
     band = Band(max(step_band.below, EVALUATION_BAND_FRACTION), 0.0) if decides else step_band
 
-    changes: list[Change] = []
-
-    def add(label: str, setup: TrainSetup, after: Prediction, fits: Verdict, changes_training: bool = False) -> None:
-        changes.append(
-            Change(
-                label=label,
-                fields=changed_fields(config.setup, setup),
-                setup=setup,
-                prediction=after,
-                verdict=_stopped(config, model, gpu, setup) or fits,
-                saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
-                speedup=speedup(model, config.setup, setup, predict),
-                changes_training=changes_training,
-                in_place=config.allows(setup, in_place=True),
-            )
-        )
-
-    if decides and config.eval_seqs > config.setup.micro_batch_seqs:
-        least = evaluating_bytes(replace(config, eval_seqs=config.setup.micro_batch_seqs), model, gpu, config.setup)
-        fewer = replace(of_step, peak_device_bytes=max(of_step.peak_device_bytes, least))
+    fewer = _with_fewer_evaluated(config, model, gpu, of_step) if decides else None
+    tried: list[Tried] = []
+    if fewer is not None:
         fits = judge_change(config, config.setup, fewer, predict_step, budget_bytes, step_band)
-        add(evaluation_label(config.setup), config.setup, fewer, fits)
-    tried = single_changes(config.setup, gpu, model, reentrant=config.reentrant, samples_per_row=samples_per_row)
-    for label, setup, changes_training in tried:
-        if config.allows(setup):
-            after = predict(setup)
-            # a changed setup stands on the formula: its band, where that is wider
-            wide = step_band.wider(band_of(after, config))
-            add(label, setup, after, judge_change(config, setup, after, predict, budget_bytes, wide), changes_training)
+        tried.append((evaluation_label(config.setup), config.setup, fewer, fits, False))
+    singles = single_changes(config.setup, gpu, model, reentrant=config.reentrant, samples_per_row=samples_per_row)
+    tried += _judged(config, singles, predict, budget_bytes, step_band)
+    changes = [
+        Change(
+            label=label,
+            fields=changed_fields(config.setup, setup),
+            setup=setup,
+            prediction=after,
+            verdict=_stopped(config, model, gpu, setup) or fits,
+            saves_bytes=prediction.peak_device_bytes - after.peak_device_bytes,
+            speedup=speedup(model, config.setup, setup, predict),
+            changes_training=changes_training,
+            in_place=config.allows(setup, in_place=True),
+        )
+        for label, setup, after, fits, changes_training in tried
+    ]
+
     verdict = judge(prediction, budget_bytes, band, certain_bytes(of_step, config))
     afterwards = reload_bytes(config, model, gpu)
     segments = _needs_segments(config, config.setup, predict, budget_bytes, band) if verdict is Verdict.FITS else ()
@@ -314,6 +308,7 @@ def check(
     if verdict is Verdict.FITS and (more or judge(of_step, budget_bytes, step_band) != verdict):
         verdict = Verdict.UNCERTAIN
     verdict = _stopped(config, model, gpu, config.setup) or verdict
+    evaluation = evaluation if decides else 0
     return CheckResult(
         config=config,
         gpu=gpu,
@@ -322,15 +317,42 @@ def check(
         band=band,
         verdict=verdict,
         changes=() if config.refusals else _ordered(changes, verdict),  # no memory helps what its tool refuses
-        evaluation_bytes=evaluation if decides else 0,
+        evaluation_bytes=evaluation,
         notes=(
             *(measured(f"{CANNOT_RUN}{reason}") for reason in config.refusals),
-            *_evaluation_notes(config, model, evaluation if decides else 0),
+            *_evaluation_notes(config, model, evaluation),
             *_loading_notes(config, model, gpu, of_step.peak_device_bytes, afterwards),
             *segments,
             *_segment_notes(of_step, config.setup, budget_bytes),
         ),
     )
+
+
+Tried = tuple[str, TrainSetup, Prediction, Verdict, bool]
+"""A change's label, its setup, what is predicted of it, whether that fits, whether the trained model may differ."""
+
+
+def _judged(
+    config: ReadConfig,
+    singles: Iterable[tuple[str, TrainSetup, bool]],
+    predict: Predict,
+    budget_bytes: int,
+    step_band: Band,
+) -> Iterator[Tried]:
+    for label, setup, changes_training in singles:
+        if config.allows(setup):
+            after = predict(setup)
+            # a changed setup stands on the formula: its band, where that is wider
+            band = step_band.wider(band_of(after, config))
+            yield label, setup, after, judge_change(config, setup, after, predict, budget_bytes, band), changes_training
+
+
+def _with_fewer_evaluated(config: ReadConfig, model: ModelSpec, gpu: GpuSpec, of_step: Prediction) -> Prediction | None:
+    """The prediction where as many sequences are evaluated at once as train; None where no more are."""
+    if config.eval_seqs <= config.setup.micro_batch_seqs:
+        return None
+    least = evaluating_bytes(replace(config, eval_seqs=config.setup.micro_batch_seqs), model, gpu, config.setup)
+    return replace(of_step, peak_device_bytes=max(of_step.peak_device_bytes, least))
 
 
 ON_FIXED_SEGMENTS = (

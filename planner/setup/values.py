@@ -7,7 +7,7 @@ Which of them cannot be combined: `planner.setup.allowed`. Setups are made as `p
 from planner.core.records import dataclass
 from planner.options.adapters import ADAPTERS, Adapter
 from planner.options.images import Images
-from planner.options.kernels import parts_of
+from planner.options.kernels import COMPILED, FUSED_LORA, KERNELS, LIGER_PARTS
 from planner.options.layouts import SHARDED, ZERO
 from planner.options.objectives import DEFAULT as _DEFAULT_OBJECTIVE
 from planner.options.objectives import OBJECTIVES, Objective
@@ -564,10 +564,14 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         """
         return self.attention == "sdpa" and self.before_transformers(4, 54)
 
-    def fused_parts(self, model_type: str) -> frozenset[str]:
-        """What of a layer of this type runs as kernels of its own (`planner.options.kernels.parts_of`)."""
-        parts = parts_of(self.kernels, model_type, compiled=self.compiled)
-        return parts if self.trainer.fuses_plain_adapters or self.quantization != "none" else parts - {"lora"}
+    def fused_parts(self, model_type: str, *, compiler: bool = True) -> frozenset[str]:
+        """What of a layer of this type runs as kernels of its own: torch.compile's, which has them all, else its kernel
+        family's (alone with `compiler` False, as a file that switches them on says them)."""
+        if compiler and self.compiled:
+            return COMPILED
+        takes = self.trainer.fuses_plain_adapters or self.quantization != "none"
+        fused_lora = {"lora"} if takes and model_type in FUSED_LORA else frozenset()
+        return KERNELS[self.kernels].parts & (LIGER_PARTS.get(model_type, frozenset()) | fused_lora)
 
     @property
     def sequence_chunks(self) -> int:

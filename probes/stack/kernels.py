@@ -13,7 +13,6 @@ import torch
 
 from planner.core.install import packages_command
 from planner.core.shipped import model_types
-from planner.options.kernels import parts_of
 from planner.setup import TrainSetup
 
 # Kernels that no operator launches: stand-ins that compute nothing say here what would run, and whoever follows
@@ -61,7 +60,7 @@ def apply_kernels(model: Any, setup: TrainSetup) -> None:
         KernelsMissing: a real device without the packages, or one that no Triton kernel runs on.
     """
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    parts = parts_of(setup.kernels, inner.config.model_type) & setup.fused_parts(inner.config.model_type)
+    parts = setup.fused_parts(inner.config.model_type, compiler=False)
     if not parts:
         return
     device = next(model.parameters()).device.type
@@ -101,7 +100,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 def running(inner: Any, setup: TrainSetup) -> Iterator[None]:
     """Within it the model class's module rotates queries and keys by the family's kernel (on meta)."""
     module = sys.modules[type(inner).__module__]
-    rotary = "rotary" in parts_of(setup.kernels, inner.config.model_type)
+    rotary = "rotary" in setup.fused_parts(inner.config.model_type, compiler=False)
     if not rotary or not hasattr(module, "apply_rotary_pos_emb") or next(inner.parameters()).device.type != "meta":
         yield
         return

@@ -20,13 +20,13 @@ from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.options.kernels import (
     COMPILE_BAND,
+    COMPILED,
     FUSED_LORA,
     KERNELS,
     LIGER,
     LIGER_LOSS,
     LIGER_PARTS,
     kernels_refusal,
-    parts_of,
 )
 from planner.planning.answer import plan_workload
 from planner.planning.predict import cannot_run
@@ -142,9 +142,13 @@ def test_every_type_of_the_table_is_one_of_the_catalogue_or_its_text_class() -> 
     assert {model_type.removesuffix("_text") for model_type in LIGER_PARTS} <= types
     assert set(LIGER_PARTS) >= FUSED_LORA
     assert "granite" not in LIGER_LOSS  # Liger patches its layers and raises for the loss
-    assert parts_of("liger", "olmo2") == {"norm", "rotary", "gated"}
-    assert parts_of("fused", "llama") == KERNELS["fused"].parts
-    assert parts_of("liger", "gpt2") == frozenset()
+    liger, fused = TrainSetup(kernels="liger"), TrainSetup(kernels="fused")
+    assert liger.fused_parts("olmo2") == {"norm", "rotary", "gated"}
+    assert fused.fused_parts("llama") == KERNELS["fused"].parts
+    assert liger.fused_parts("gpt2") == frozenset()
+    compiled = liger.replace(compile=True, attention="sdpa")
+    assert compiled.fused_parts("gpt2") == COMPILED
+    assert compiled.fused_parts("gpt2", compiler=False) == frozenset()
     assert kernels_refusal("liger", "gpt2")
     assert kernels_refusal("fused", "phi3")
     assert not kernels_refusal("eager", "gpt2")

@@ -9,7 +9,7 @@ from planner.memory.attention_kernels import has_expert_stacks
 from planner.memory.trained import layer_numbers
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
-from planner.options.kernels import KERNELS, USUAL_TYPE, parts_of
+from planner.options.kernels import KERNELS, USUAL_TYPE
 from planner.setup import TrainSetup
 from planner.setup.allowed import XFORMERS
 
@@ -263,7 +263,7 @@ def _memory(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
         lines.append(Line("chunked_cross_entropy", True))
     # The Liger plugin's switches, and Axolotl's own LoRA kernels, which it switches on by itself unless told not to.
     # Source: Axolotl 0.21 `integrations/liger/args.py`; `utils/schemas/config.py` check_auto_enable_lora_kernels.
-    parts = parts_of(setup.kernels, model.model_type if model is not None else USUAL_TYPE)
+    parts = setup.fused_parts(model.model_type if model is not None else USUAL_TYPE, compiler=False)
     if parts or setup.loss == "liger":
         lines.append(Line("plugins", ["axolotl.integrations.liger.LigerPlugin"]))
     lines += [Line(switch, True) for part, switch in LIGER_SWITCHES.items() if part in parts]

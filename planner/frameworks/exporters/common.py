@@ -21,7 +21,7 @@ from planner.memory.attention_kernels import (
 from planner.models.spec import ModelSpec
 from planner.models.stored import packed_refusal, stored_refusal
 from planner.models.targets import peft_target_modules
-from planner.options.kernels import KERNELS, LIGER_LOSS, PLANNED_KERNELS, USUAL_TYPE, parts_of
+from planner.options.kernels import KERNELS, LIGER_LOSS, PLANNED_KERNELS, USUAL_TYPE
 from planner.options.optimizers import OPTIMIZERS
 from planner.options.precisions import PRECISIONS
 from planner.options.stacks import TARGET_ROWS
@@ -89,7 +89,7 @@ def kernels_lines(setup: TrainSetup, model: ModelSpec | None) -> list[Line]:
     liger-kernel (rope, rms_norm, swiglu or geglu, cross_entropy, fused_linear_cross_entropy).
     """
     kind = model.model_type if model is not None else USUAL_TYPE
-    parts, fused_loss = parts_of(setup.kernels, kind), setup.loss == "liger"
+    parts, fused_loss = setup.fused_parts(kind, compiler=False), setup.loss == "liger"
     if not parts and not fused_loss:
         return []
     wanted = {"rope": "rotary" in parts, "rms_norm": "norm" in parts}

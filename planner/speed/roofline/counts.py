@@ -389,8 +389,6 @@ eager attention: einops' Python, and two to three views around every kernel, 1.4
 program timed on a CPU with tensors of no size (12 layers, 12 rounds in turn, November 2026); without einops 1.2 and 1.6
 (benchmarks/single_operations.py at e34acc15)."""
 
-LAYER_PARTS = frozenset({"norm", "rotary", "gated"})
-
 
 def layer_traffic(
     inv: Inventory,
@@ -411,15 +409,13 @@ def layer_traffic(
     With a fp32 stream under autocast each matrix casts its input; bitsandbytes casts its output back.
 
     Args:
-        fused: of LAYER_PARTS, what one kernel each computes: one pass over memory; "inputs": torch.compile's.
+        fused: of the layers, what one kernel each computes: one pass over memory; "inputs": torch.compile's.
         mixer: what a linear-attention layer does.
 
     Source: linkedin/Liger-Kernel benchmark/data/all_benchmark_data.csv (A100-SXM4-80GB, version 0.2.1; LayerNorm on an
     H100, 0.6.0); transformers 5.23 `models/llama/modeling_llama.py`; bitsandbytes 0.50 `nn/modules.py`; PyTorch
     `tools/autograd/derivatives.yaml`.
     """
-    if conditions.fused_norm_rope:
-        fused = LAYER_PARTS
     stream, compute, wide = (
         SIZE_BYTES[dtype] for dtype in (dtypes.residual, dtypes.compute, dtypes.linear_out(dtypes.residual))
     )

@@ -18,7 +18,6 @@ from planner.memory.attention_kernels import (
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.models.earlier import built_by_transformers_4
 from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
-from planner.options.kernels import parts_of
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
@@ -169,7 +168,7 @@ class SpeedModel:
         self._matmuls: dict[tuple[str, str, int, bool], LayerMatmuls] = {}
         self._losses: dict[tuple[str, str, int, bool], float] = {}
         self._optimizers: dict[tuple[str, float, int, int, bool], tuple[float, float]] = {}
-        self._traffic: dict[tuple[DtypePolicy, bool, str, bool, Mixer, int], Moved] = {}
+        self._traffic: dict[tuple[DtypePolicy, bool, frozenset[str], Mixer, int], Moved] = {}
         self._adapters: dict[tuple[object, ...], tuple[Moved, int, float, int, int]] = {}
         self._attention: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
@@ -291,12 +290,10 @@ class SpeedModel:
 
     def traffic(self, dtypes: DtypePolicy, trained: bool, setup: TrainSetup) -> Moved:
         """Elementwise traffic of the layers for one data flow and a setup's kernels."""
-        kernels, compiled, mixer = setup.kernels, setup.compiled, self.mixer(setup)
-        cut = setup.stream_degree
-        key = (dtypes, trained, kernels, compiled, mixer, cut)
+        fused, mixer, cut = self.fused_parts(setup), self.mixer(setup), setup.stream_degree
+        key = (dtypes, trained, fused, mixer, cut)
         traffic = self._traffic.get(key)
         if traffic is None:
-            fused = parts_of(kernels, self.model.model_type, compiled=compiled)
             inv = self.inv
             if cut > 1:  # norms, residual sums and dropouts run on this rank's rows of the stream
                 names = ("rms_width", "layer_norm_width", "residual_width", "dropout_width")
@@ -311,15 +308,16 @@ class SpeedModel:
         looped = setup.before_transformers(5, 17)
         return mixer_of(self.model.model_type, setup.linear_attention, looped=looped)
 
-    def fuses_adapters(self, setup: TrainSetup) -> bool:
-        """Whether adapters run in one function with what they adapt, which multiplies in the activations' type
-        (unsloth 2026.1 `kernels/utils.py` matmul_lora)."""
-        return self.conditions.fused_lora or "lora" in setup.fused_parts(self.model.model_type)
+    def fused_parts(self, setup: TrainSetup) -> frozenset[str]:
+        """What of a layer runs as kernels of its own, by the setup or by its stack. "lora": adapters in one function
+        with what they adapt, which multiplies in the activations' type (unsloth 2026.1 `kernels/utils.py` matmul_lora).
+        """
+        return setup.fused_parts(self.model.model_type) | self.conditions.fused_parts
 
     def adapters(self, setup: TrainSetup, dtypes: DtypePolicy) -> tuple[Moved, int, float, int, int]:
         """LoRA's traffic, its sum of edges (in + out) per rank and token, parameters per rank, modules, and those of
         them that run at another length than the text."""
-        fused = self.fuses_adapters(setup)
+        fused = "lora" in self.fused_parts(setup)
         key = (setup.lora_targets, dtypes, setup.lora_dropout > 0, fused)
         cached = self._adapters.get(key)
         if cached is None:

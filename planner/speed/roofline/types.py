@@ -6,6 +6,7 @@ from functools import cache
 
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
+from planner.options.kernels import LAYER_PARTS
 from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import Calibration, Constants
@@ -126,6 +127,12 @@ class Conditions:
     optimizer_part: float = 1.0
     fp32_reduction: bool = False
     fsdp_1: bool = False
+
+    @property
+    def fused_parts(self) -> frozenset[str]:
+        """What of a layer the stack computes by kernels of its own, whatever the setup's kernel family."""
+        layer = LAYER_PARTS if self.fused_norm_rope else frozenset()
+        return layer | {"lora"} if self.fused_lora else layer
 
 
 CURRENT = Conditions(cudnn_attention=True, rented_host=True)

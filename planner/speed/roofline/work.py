@@ -246,7 +246,7 @@ def _trained(speed: SpeedModel, setup: TrainSetup, dtypes: DtypePolicy) -> _Trai
         params = float(trained_parameters(speed.model, setup).num)
     bytes_left = speed.constants.compile_bytes if setup.compiled else 1.0
     per_byte, gap = card * bytes_left / speed.bandwidth, host * speed.constants.kernel_gap_s * bytes_left
-    thin_dtype = dtypes.autocast or (dtypes.compute if speed.fuses_adapters(setup) else dtypes.adapter)
+    thin_dtype = dtypes.autocast or (dtypes.compute if "lora" in speed.fused_parts(setup) else dtypes.adapter)
     thin_rate = speed.rates.matmul[thin_dtype] * speed.constants.lora_share
     token_s, micro_s = _token_and_micro(moved, per_byte, gap)
     thin = card * 2.0 * setup.lora_rank * edges / thin_rate
