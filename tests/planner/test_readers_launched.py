@@ -185,15 +185,29 @@ Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=words.ba
 """
 
 
+MAY_TAKE = {
+    "the rest is ignored": ("words = parser.parse_args()", "words, _ = parser.parse_known_args()"),
+    "others' code adds options": ("words =", "import own\nown.add_options(parser)\nwords ="),
+    "a computed option": ("words =", "parser.add_argument(own_name())\nwords ="),
+    "the rest is the program's": ("words =", "parser.add_argument('r', nargs=argparse.REMAINDER)\nwords ="),
+}
+
+
 @pytest.mark.parametrize(
-    ("words", "batch"), [("--batch 16 --no-cache --deepspeed", 16), ("--batch_size=2", 2), ("--rank 8", 4)]
+    ("words", "batch", "lacks"),
+    [("--batch 16 --no-cache", 16, ""), ("--batch_size=2", 2, ""), ("--rank 8", 4, "takes no --rank")]
+    + [("--batch 2 --rank 8", 2, change) for change in MAY_TAKE],
 )
-def test_the_beginning_of_an_option_is_the_option(words: str, batch: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PARSED)
+def test_the_beginning_of_an_option_is_the_option_and_one_that_is_not_there_is_told(
+    words: str, batch: int, lacks: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(PARSED.replace(*MAY_TAKE.get(lacks, ("", ""))))
     (tmp_path / "run.sh").write_text(f"python train.py {words}\n")
     config = read_config(tmp_path / "run.sh")
     assert "micro_batch_seqs" not in {gap.field for gap in config.missing}
     assert config.setup.micro_batch_seqs == batch
+    told = [sentence for sentence in config.assumptions if "takes no" in sentence]
+    assert [lacks in sentence for sentence in told] == ([True] if lacks.startswith("takes") else [])
 
 
 def test_a_models_loader_elsewhere_leaves_its_quantization_open() -> None:

@@ -340,6 +340,46 @@ def _parsed(owner: CallResult, context: FileContext) -> Instance:
     return namespace
 
 
+def _not_taken(reader: Reading, owner: CallResult, where: str) -> list[str]:
+    """Sentences on long options of the command line that a parser does not have, at which argparse ends the program;
+    none where not all its options are known: one is computed, takes the rest, or others' code may add some."""
+    taken = _long_options(owner)
+    handed = (value for call in reader.program.calls for value in (*call.positional, *call.keywords.values()))
+    words = [word.partition("=")[0] for word in reader.outside.arguments or ()]
+    words = [word for word in words[: words.index("--") if "--" in words else None] if word.startswith("--")]
+    if taken is None or any(value is owner for value in handed):
+        return []
+    lacks = [word for word in dict.fromkeys(words) if not any(option.startswith(word) for option in taken)]
+    return [
+        f"{where}: the program takes no {word}, which the command line gives: argparse ends it there" for word in lacks
+    ]
+
+
+def _long_options(owner: CallResult) -> set[str] | None:
+    """The long options of a parser and its subcommands; None where some are not known."""
+    parents = items_of(owner.keywords.get("parents", ListValue([])))
+    if parents is None or not all(isinstance(parent, CallResult) for parent in parents):
+        return None
+    taken = {"--help"}
+    for call in owner.positional:
+        flags = [plain(each) for each in call.positional] if isinstance(call, CallResult) else [None]
+        if not isinstance(call, CallResult) or not flags or not all(isinstance(flag, str) for flag in flags):
+            return None
+        action, nargs = call.keywords.get("action"), call.keywords.get("nargs")
+        if getattr(nargs, "name", "") == "REMAINDER" or plain(nargs) in ("...", "A..."):
+            return None
+        taken |= {str(flag) for flag in flags}
+        if getattr(action, "name", "") == "BooleanOptionalAction":
+            taken |= {f"--no-{str(flag)[2:]}" for flag in flags}
+    subparsers = owner.keywords.get("subparsers")
+    for inner in subparsers.attributes.values() if isinstance(subparsers, CallResult) else ():
+        below = _long_options(inner) if isinstance(inner, CallResult) else None
+        if below is None:
+            return None
+        taken |= below
+    return taken
+
+
 def of_parser(reader: Reading, owner: CallResult, made: CallResult) -> Value | None:
     match made.name:
         case "add_argument":
@@ -358,6 +398,8 @@ def of_parser(reader: Reading, owner: CallResult, made: CallResult) -> Value | N
             owner.attributes |= made.keywords
             return Constant(None)
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
+            if made.name == "parse_args" and made.argument("args", 0) is None:
+                reader.program.not_taken += _not_taken(reader, owner, made.where)
             namespace = _parsed(owner, reader.outside)
             return ListValue([namespace, ListValue([])]) if made.name == "parse_known_args" else namespace
     return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None
