@@ -52,11 +52,10 @@ def _conditions(request: ProbeRequest, environment: Environment) -> dict[str, An
     return {
         "model": config_shape(request.config),
         "environment": fingerprint_environment(environment, layout=request.num_ranks > 1),
-        "rung": request.level.value,  # as it was called: what was measured is found by this
+        "level": request.level.value,
         "depths": list(request.depths),
         "memory_bytes": request.limits.memory_bytes,
         "cpu_memory_bytes": request.limits.cpu_memory_bytes,
-        "cpu_clock": "wall",  # as measurements were stored
     }
 
 

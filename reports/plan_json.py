@@ -21,7 +21,7 @@ from planner.models.spec import ModelSpec
 from planner.options.images import Images
 from planner.options.rollouts import Rollout
 from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
-from planner.setup.codec import decode, with_present_names
+from planner.setup.codec import decode
 from planner.setup.interchange import SCHEMA_VERSION, request_form, setup_from_dict, to_jsonable
 from planner.setup.memory_terms import PHASES
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
@@ -245,9 +245,9 @@ def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
 
 
 def _notes(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The notes of an answer or of a level, with their places (absent in older files)."""
+    """The notes of an answer or of a level, with their places."""
     notes = decode(tuple[str, ...], values["notes"], "notes")
-    return placed(notes, decode(tuple[int, ...], values.get("note_places") or [], "note_places"))
+    return placed(notes, decode(tuple[int, ...], values["note_places"], "note_places"))
 
 
 def _choice(name: str, choice: Any) -> Any:
@@ -287,8 +287,8 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
     formula = level_from_dict(values["formula"])
     if not isinstance(formula, Prediction):
         raise ConfigError("the formula level of a candidate must hold a prediction")
-    dry_run, trace, probe, run = (  # trace and run are not in older files
-        None if (level := values.get(name)) is None else level_from_dict(level)
+    dry_run, trace, probe, run = (
+        None if (level := values[name]) is None else level_from_dict(level)
         for name in ("dry_run", "trace", "probe", "run")
     )
     if isinstance(dry_run, Measurement) or isinstance(trace, Measurement):
@@ -307,7 +307,6 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
 
 
 def level_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:
-    values = with_present_names(values)
     if values["failure"] is not None:
         return decode(ProbeFailure, {"level": values["level"], **values["failure"]}, "failure")
     keys = ["level", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "phase_peaks_bytes"]

@@ -149,18 +149,18 @@ def with_history(plan: Plan | NoPlan, history: Sequence["Observation"]) -> Plan 
         needed_bytes=chosen.formula.peak_device_bytes,
         budget_bytes=chosen.budget_bytes,
     )
-    rivals = sorted(
+    others = sorted(
         (after[candidate.setup] for candidate in plan.ranked if candidate.setup != chosen.setup),
-        key=lambda rival: -rival.tokens_per_s,
+        key=lambda other: -other.tokens_per_s,
     )
-    others = [replace(each, candidate=after[each.candidate.setup]) for each in plan.alternatives]
+    alternatives = [replace(each, candidate=after[each.candidate.setup]) for each in plan.alternatives]
     return replace(
         plan,
         chosen=chosen,
-        ranked=(chosen, *rivals),
+        ranked=(chosen, *others),
         alternatives=tuple(
             replace(each, trade=trade(chosen, each.candidate))
-            for each in others
+            for each in alternatives
             if each.candidate.setup != chosen.setup
         ),
         tree=(*plan.tree, answer),

@@ -1,4 +1,4 @@
-"""Climbing the ladder: the formula's plan, dry runs of it, and what was measured before, with progress on stderr."""
+"""The formula's plan, dry runs of it, and what was measured before, level by level, with progress on stderr."""
 
 import importlib.util
 import os

@@ -143,7 +143,7 @@ def _best_of_each(points: Sequence[WalkedSetup], num: int) -> Iterator[WalkedSet
 def tuned(
     plan: Plan, result: "SearchResult", unprobed: "Unprobed" = lambda setup: "", *, rehearsed: bool = False
 ) -> Plan:
-    """The plan with the search's answer chosen, its rivals ranked by measured speed, and the search's history.
+    """The plan with the search's answer chosen, the others ranked by measured speed, and the search's history.
 
     What no probe can run stands beside it with its prediction and the reason, never among what was measured.
 
@@ -198,9 +198,9 @@ def tuned(
         note = f"{_probes_said(plan, result, rehearsed)} ({result.reason}): the plan stands on prediction alone"
         return replace(plan, search=values, notes=(*plan.notes, measured(note)))
     chosen = _preferred(plan.workload, result.best, result.candidates)
-    rivals = [candidate for candidate in result.candidates if candidate.fits and candidate.setup != chosen.setup]
+    others = [candidate for candidate in result.candidates if candidate.fits and candidate.setup != chosen.setup]
     searched = {chosen.setup, *(candidate.setup for candidate in result.candidates)}
-    ranked = (chosen, *rivals, *(candidate for candidate in plan.ranked if candidate.setup not in searched))
+    ranked = (chosen, *others, *(candidate for candidate in plan.ranked if candidate.setup not in searched))
     return replace(
         plan,
         chosen=chosen,

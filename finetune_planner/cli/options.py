@@ -132,7 +132,7 @@ class Memory:
         return memory_and_headroom(card, self.memory_gib, self.headroom)
 
 
-@takes_flags(*ROLLOUT, wished=False)
+@takes_flags(*ROLLOUT, several=False)
 class RolloutOptions:
     """How an objective that generates its completions (GRPO) does so; None: as TRL by itself."""
 
@@ -303,7 +303,7 @@ def layout_fields(num_gpus: int, *, one_setup: bool = False, **flags: Any) -> di
     several = [row for row in rows if row.of not in alone]
     if num_gpus == 1 and several:
         raise UsageError(f"--{several[0].word} needs more than one GPU", hint="give --gpus 2 or more")
-    fixed = {row.of: row.wished(flags[row.key]) for row in rows}
+    fixed = {row.of: row.values_of(flags[row.key]) for row in rows}
     if set(fixed.get("parallel", ())) & {"dp", "device-map"} and fixed.keys() & set(SPLIT_DEGREES):
         raise UsageError(
             f"--parallel {fixed['parallel'][0]} does not combine with tensor, context, expert or pipeline parallelism",

@@ -1,4 +1,4 @@
-"""`plan race`: existing training files, or what rivals publish, against the plan for the same work."""
+"""`plan race`: existing training files, or what tools publish, against the plan for the same work."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -51,8 +51,8 @@ RUN_AS = "trl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RivalOptions:
-    """Whom the plan races against, beside the files."""
+class DefaultsOptions:
+    """Published defaults that the plan races against, beside the files."""
 
     defaults: Annotated[
         list[str] | None, typer.Option(help="Published defaults: trl, axolotl, llamafactory, unsloth, ...; repeatable.")
@@ -126,7 +126,7 @@ def race(
     *,
     gpu: options.Gpu,
     cluster: options.JobGpus,
-    rivals: RivalOptions,
+    of_tools: DefaultsOptions,
     check_options: CheckOptions,
     limits: options.Memory,
     runs: RunOptions,
@@ -134,7 +134,7 @@ def race(
     out: Annotated[Path | None, typer.Option(help="Directory for report.md and report.html.")] = None,
     as_json: options.Json = False,
 ) -> int:
-    """Existing training files, or rivals' published defaults, against the plan for the same model, length and tokens
+    """Existing training files, or tools' published defaults, against the plan for the same model, length and tokens
     per step, side by side.
 
     Predicted by the dry run; nothing is run without --run, which executes the files, each for a few steps.
@@ -145,7 +145,7 @@ def race(
     if not no_dry_run:
         dry_runs_ahead(1)
     with tempfile.TemporaryDirectory(prefix="plan-race-") as folder:
-        entries = list(_entries(files or (), rivals, check_options, gpu, cluster.gpus, Path(folder)))
+        entries = list(_entries(files or (), of_tools, check_options, gpu, cluster.gpus, Path(folder)))
         card = options.announced(entries[0][1])
         racers = [entry for entry, _ in entries]
         several = next((racer for racer in racers if racer.config.setup.num_gpus > 1), None)
@@ -156,11 +156,11 @@ def race(
             )
         by_work: dict[tuple[Any, ...], list[_Entry]] = {}
         for racer in racers:
-            by_work.setdefault(racer.work(rivals.same), []).append(racer)
+            by_work.setdefault(racer.work(of_tools.same), []).append(racer)
         heats = [
             _heat(
                 same,
-                rivals.same,
+                of_tools.same,
                 card,
                 replace(cluster, gpus=same[0].config.setup.num_gpus).of(card),
                 limits,
@@ -179,21 +179,21 @@ def race(
 
 def _entries(
     files: Sequence[Path],
-    rivals: RivalOptions,
+    of_tools: DefaultsOptions,
     check_options: CheckOptions,
     gpu: str,
     num_gpus: int | None,
     folder: Path,
 ) -> Iterator[tuple[_Entry, GpuSpec]]:
     """Everything that races against the plan, with the card."""
-    names = list(dict.fromkeys(rivals.defaults or ()))
+    names = list(dict.fromkeys(of_tools.defaults or ()))
     if not files and not names:
         raise UsageError(
             "nothing races against the plan", hint="plan race FILE --gpu GPU, or --defaults trl --model MODEL"
         )
-    if names and rivals.model is None:
+    if names and of_tools.model is None:
         raise UsageError("--defaults are of a model", hint="add --model MODEL")
-    if rivals.seq_len is not None and not names:
+    if of_tools.seq_len is not None and not names:
         raise UsageError("--seq-len is the length of --defaults: a file says its own", hint="leave --seq-len out")
     sources = [(path, path.name, "") for path in files]
     if len({path.name for path in files}) < len(files):
@@ -201,12 +201,12 @@ def _entries(
     for name in names:
         defaults = published(name)
         path = Path(name, defaults.file)
-        write_files(folder, {path.as_posix(): defaults.text(str(rivals.model), rivals.seq_len or DEFAULT_SEQ_LEN)})
+        write_files(folder, {path.as_posix(): defaults.text(str(of_tools.model), of_tools.seq_len or DEFAULT_SEQ_LEN)})
         sources.append((folder / path, f"{defaults.title}'s defaults", defaults.source))
     for path, label, source in sources:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint="name the files that race")
-        request = check_options.request(None if source else rivals.model, num_gpus)
+        request = check_options.request(None if source else of_tools.model, num_gpus)
         config, model, card = load(path, gpu, request)
         words = request.arguments or ()
         yield _Entry(path=path, label=label, config=config, model=model, arguments=words, source=source), card

@@ -25,7 +25,7 @@ _ONE = (*setup_flags.SPACE, *setup_flags.RUN)
 _ANY = (*setup_flags.SPLIT, setup_flags.ADAPTER, *setup_flags.AIM, *setup_flags.FORMULA_ALONE)
 
 
-@takes_flags(*_SPACE, wished=True)
+@takes_flags(*_SPACE, several=True)
 class SpaceOptions:
     """Which values of the setup's fields may be planned; None: all of them."""
 
@@ -42,7 +42,7 @@ class SpaceOptions:
         Raises:
             UsageError: unknown values, or flags that contradict each other.
         """
-        fixed = {row.of: row.wished(value) for row, value in given(self, _SPACE).items()}
+        fixed = {row.of: row.values_of(value) for row, value in given(self, _SPACE).items()}
         if self.no_extra_packages:
             options.without_packages(fixed)
         return fixed | self._method(fixed)
@@ -88,7 +88,7 @@ class JobOptions:
     )
 
 
-@takes_flags(*setup_flags.LAYOUT, *setup_flags.AIM, wished=True)
+@takes_flags(*setup_flags.LAYOUT, *setup_flags.AIM, several=True)
 class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions, JobOptions):
     """What a person asks for on the command line, beside model and GPU; None: planned, or a stated default."""
 
@@ -131,7 +131,7 @@ class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions,
             fields["rollout"] = rollouts
         if images := self.images():
             fields["images"] = (images,)
-        fields |= {row.of: row.wished(value) for row, value in given(self, setup_flags.AIM).items()}
+        fields |= {row.of: row.values_of(value) for row, value in given(self, setup_flags.AIM).items()}
         layout = {row.key: value for row, value in given(self, setup_flags.LAYOUT).items()}
         return fields | super().fixed() | options.layout_fields(num_gpus, **layout)
 
@@ -176,7 +176,7 @@ class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions,
         )
 
 
-@takes_flags(*_ONE, *setup_flags.SHARED, wished=False)
+@takes_flags(*_ONE, *setup_flags.SHARED, several=False)
 class SetupOptions:
     """One setup as flags; None: the setup's own default."""
 
@@ -204,7 +204,7 @@ class SetupOptions:
         return {}
 
 
-@takes_flags(*_ANY, wished=False)
+@takes_flags(*_ANY, several=False)
 class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ImageOptions):
     """With what a formula can say and no probe here runs: split matrices and layers, other stacks."""
 

@@ -114,16 +114,16 @@ class Flag:
     def word(self) -> str:
         return self.key.replace("_", "-")
 
-    def annotation(self, *, wished: bool) -> Any:
+    def annotation(self, *, several: bool) -> Any:
         field_kind = self.kind or KINDS[self.of]
         kind = field_kind if field_kind in (bool, int, float) else str
         pair = f"/--no-{self.word}" if kind is bool and not self.single else ""
         text = self.help or "/".join(self.values)
-        if wished and self.many:
+        if several and self.many:
             return Annotated[list[kind] | None, typer.Option(f"--{self.word}", help=f"{text}; repeatable.")]  # type: ignore[valid-type]
         return Annotated[kind | None, typer.Option(f"--{self.word}{pair}", parser=self.parse, help=f"{text}.")]
 
-    def wished(self, value: Any) -> tuple[Any, ...]:
+    def values_of(self, value: Any) -> tuple[Any, ...]:
         """The values of the field that a request allows.
 
         Raises:
@@ -136,14 +136,14 @@ class Flag:
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def takes_flags(*rows: Flag, wished: bool) -> Callable[[type[T]], type[T]]:
+def takes_flags(*rows: Flag, several: bool) -> Callable[[type[T]], type[T]]:
     """A class of options with one for every row before those that it declares itself; None: not given.
 
     Of the rows it declares those that code asks for by name, with what they are where they are given.
     """
 
     def declare(cls: type[T]) -> type[T]:
-        annotations = {row.key: row.annotation(wished=wished) for row in rows}
+        annotations = {row.key: row.annotation(several=several) for row in rows}
         cls.__annotations__ = annotations | {
             key: kind for key, kind in vars(cls).get("__annotations__", {}).items() if key not in annotations
         }

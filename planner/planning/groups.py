@@ -43,7 +43,7 @@ class SetupGroup:
         choices: loss -> the optimizers that can be had with it.
         pairs: (micro-batch, accumulation).
         ranks: shared by all runs of the branch and spread, made when the first of them asks.
-        rival: the run with the first kernel family and fused attention, never larger; None where this has both, or
+        dominating: the run with the first kernel family and fused attention, never larger; None where this has both, or
             all are asked for.
         ends: of a run that checkpoints some layers, those that checkpoint none and every one, which come before it.
         families: one of each rank, made when the first loss asks.
@@ -57,7 +57,7 @@ class SetupGroup:
     choices: Choices
     pairs: tuple[tuple[int, int], ...]
     ranks: list[Rank]
-    rival: "SetupGroup | None" = None
+    dominating: "SetupGroup | None" = None
     ends: "tuple[SetupGroup, SetupGroup] | None" = None
     families: list[Family] = field(default_factory=list)
     peaks: dict[str, Peaks] = field(default_factory=dict)
@@ -180,7 +180,7 @@ def _runs_of(
             for alike, fitting in expressed[alike_files]:
                 run_fields["attention"] = alike[0]
                 runs[tuple(run_fields.values())] = SetupGroup(setup, shared, alike, kernels, fitting, pairs, ranks)
-    _name_rivals(workload, values, groups, runs)
+    _name_dominating(workload, values, groups, runs)
     for (attention, kernels, every, *rest), run in runs.items():
         none, each = (runs.get((attention, kernels, apart, *rest)) for apart in (0, 1))
         if every > 1 and none is not None and each is not None and none.choices == each.choices == run.choices:
@@ -188,21 +188,22 @@ def _runs_of(
     return runs.values()
 
 
-def _name_rivals(
+def _name_dominating(
     workload: Workload,
     values: Mapping[str, tuple[Any, ...]],
     groups: Mapping[tuple[str, ...], Sequence[str]],
     runs: Mapping[tuple[Any, ...], SetupGroup],
 ) -> None:
-    """Tells every run its rival, where there is one; `runs` by attention, kernel family and the rest of its layers."""
+    """Gives every run the one that dominates it, where there is one; `runs` by attention, kernel family and the rest of
+    its layers."""
     fused = next((any_of[0] for kernels, any_of in groups.items() if not UNFUSED & set(kernels)), None)
     first = values["kernels"][0] if "kernels" not in workload.fixed else None
     for (attention, kernels, *layers), run in runs.items():
         if fused is not None and "attention" not in workload.fixed and UNFUSED & set(run.kernels):
             attention, layers[-1] = fused, False  # selective checkpointing keeps what only fused kernels have
-        rival = runs.get((attention, first or kernels, *layers), run)
-        if rival is not run and all({*run.choices[loss]} <= {*rival.choices.get(loss, ())} for loss in run.choices):
-            run.rival = rival
+        other = runs.get((attention, first or kernels, *layers), run)
+        if other is not run and all({*run.choices[loss]} <= {*other.choices.get(loss, ())} for loss in run.choices):
+            run.dominating = other
 
 
 def _expressed(

@@ -182,7 +182,7 @@ def _walk(
         if loading_refusal(workload.model, run.setup, workload.budget_bytes):
             continue
         limit_bytes = limit(run.shared) - context if limit is not None else None
-        if pruning.outrun(run, limit_bytes):
+        if pruning.dominated(run, limit_bytes):
             continue
         for loss, peaks in pruning.peaks(run, limit_bytes).items():
             points = [*_points(run, loss, peaks, pruning.speeds, limit_bytes, context)]
@@ -193,13 +193,13 @@ def _walk(
 
 
 class _Pruning:
-    """Which runs are left out: those that a rival outruns, which is never larger, and those that checkpoint some layers
-    and are slower than what surely fits without checkpoints.
+    """Which runs are left out: those that another dominates (faster, never larger), and those that checkpoint some
+    layers and are slower than what surely fits without checkpoints.
 
     Attributes:
         _unchecked: by branch, tokens/s of the fastest that surely fits and checkpoints nothing; `_alone`: the same of
             those that padding does not change, by branch, loss and optimizer.
-        _outrun: identities of runs.
+        _dominated: identities of runs.
         _room: by the run that differs in that every layer is checkpointed, and loss: at how many pairs, from the first
             on, it fits; fewer checkpoints fit at no more.
     """
@@ -209,23 +209,23 @@ class _Pruning:
         self._workload, self._cache = workload, cache
         self._unchecked: dict[int, float] = {}
         self._alone: dict[tuple[int, str, str], float] = {}
-        self._outrun: set[int] = set()
+        self._dominated: set[int] = set()
         self._room: dict[tuple[int, str], int] = {}
 
-    def outrun(self, run: SetupGroup, limit_bytes: int | None) -> bool:
-        """Whether a run's rival beats it, or does not fit itself."""
-        rival = run.rival
-        if rival is None:
+    def dominated(self, run: SetupGroup, limit_bytes: int | None) -> bool:
+        """Whether the run that dominates this one is faster, or does not fit itself."""
+        dominating = run.dominating
+        if dominating is None:
             return False
-        if run.ends is not None and {id(end) for end in run.ends} <= self._outrun:
-            self._outrun.add(id(run))
+        if run.ends is not None and {id(end) for end in run.ends} <= self._dominated:
+            self._dominated.add(id(run))
             return True
-        fitting = [self._num_fitting(rival, loss, limit_bytes) for loss in self._losses(rival)]
+        fitting = [self._num_fitting(dominating, loss, limit_bytes) for loss in self._losses(dominating)]
         fits = any(fitting)
         # what checkpoints nothing is judged even so: runs between both ends ask
-        if (fits or not run.shared.checkpointing) and self._beaten(run, rival, max(1, *fitting)):
-            self._outrun.add(id(run))
-        return not fits or id(run) in self._outrun
+        if (fits or not run.shared.checkpointing) and self._beaten(run, dominating, max(1, *fitting)):
+            self._dominated.add(id(run))
+        return not fits or id(run) in self._dominated
 
     def peaks(self, run: SetupGroup, limit_bytes: int | None) -> dict[str, Peaks]:
         """The peaks of a run by loss; none where it is left out."""
@@ -272,12 +272,12 @@ class _Pruning:
             fitting = next((index for index in range(1, num) if min(peaks.at(index)) > limit_bytes), num)
         return fitting
 
-    def _beaten(self, run: SetupGroup, rival: SetupGroup, num_fitting: int) -> bool:
-        """Whether the rival is faster, at the smallest and the largest micro-batch that may fit, by more than simpler
-        setups are preferred for. What is twice as much at the smallest was so at the largest too, in all of 2,861
-        pairs."""
-        loss = next(iter(rival.choices))
-        mine, first = ((self.speeds.of_rows(each, loss).tokens_per_s, each.choices[loss][0]) for each in (run, rival))
+    def _beaten(self, run: SetupGroup, other: SetupGroup, num_fitting: int) -> bool:
+        """Whether the other run is faster, at the smallest and the largest micro-batch that may fit, by more than
+        simpler setups are preferred for. What is twice as much at the smallest was so at the largest too, in all of
+        2,861 pairs."""
+        loss = next(iter(other.choices))
+        mine, first = ((self.speeds.of_rows(each, loss).tokens_per_s, each.choices[loss][0]) for each in (run, other))
         for pair in (run.pairs[0], run.pairs[num_fitting - 1]):
             lost = 1 - mine[0](mine[1], [pair])[0] / first[0](first[1], [pair])[0]
             if lost <= PREFERENCE_FRACTION:

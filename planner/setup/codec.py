@@ -21,13 +21,6 @@ from planner.setup.outcome import Evidence, Measurement, Prediction, ProbeFailur
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
 
-EARLIER_NAMES = {"dealt": "expert_parallel", "rung": "level"}
-"""What fields were called until November 2026 -> their names."""
-
-
-def with_present_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {EARLIER_NAMES.get(name, name): value for name, value in values.items()}
-
 
 class _TypeMismatch(Exception):
     """A value that does not fit its type; the path to it grows while the error rises."""
@@ -163,13 +156,10 @@ def _mapping(item: Decoder) -> Decoder:
 def _dataclass(kind: Any, newer: bool) -> Decoder:
     hints = get_type_hints(kind)
     decoders = {field.name: _decoder(hints[field.name], newer) for field in fields(kind)}
-    earlier = frozenset(old for old, new in EARLIER_NAMES.items() if new in decoders and old not in decoders)
 
     def build(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _mismatch(value, "an object")
-        if not earlier.isdisjoint(value):
-            value = with_present_names(value)
         decoded, name = {}, ""
         try:
             for name, entry in value.items():
@@ -223,17 +213,15 @@ def evidence_from_text(text: str) -> Evidence:
 
 
 def evidence_from_dict(values: Any) -> Evidence:
-    """The evidence that `evidence_to_dict` wrote. Fields of later versions are left out; the form of the first studies
-    (their tag is called "evidence" and they have no schema) is read too.
+    """The evidence that `evidence_to_dict` wrote. Fields of later versions are left out.
 
     Raises:
         BadOutcome: another schema, an unknown tag, or a field that is missing or of the wrong type.
     """
     if not isinstance(values, dict):
         raise BadOutcome(f"an outcome must be an object, got {type(values).__name__}")
-    tag = values.get("outcome", values.get("evidence"))
-    schema = values.get("schema", EVIDENCE_SCHEMA if "evidence" in values else None)
-    if schema != EVIDENCE_SCHEMA:
+    tag = values.get("outcome")
+    if (schema := values.get("schema")) != EVIDENCE_SCHEMA:
         raise BadOutcome(f"outcome schema must be {EVIDENCE_SCHEMA}, got {schema!r}")
     if not isinstance(tag, str) or tag not in _KINDS:
         raise BadOutcome(f"outcome must be one of {', '.join(_KINDS)}, got {tag!r}")

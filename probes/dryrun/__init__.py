@@ -1,4 +1,4 @@
-"""Level 2 of the ladder: the real training step on meta tensors."""
+"""The dry run: the real training step on meta tensors."""
 
 from probes.dryrun.api import dry_run, dry_run_report, report_for_config
 from probes.dryrun.report import DryRunReport

@@ -58,7 +58,7 @@ NOT_PROFILED = (NoPolynomial, RepetitionError, ValueError, TypeError, RuntimeErr
 def planned_structures(
     model: ModelSpec, cards: Sequence[str] = CARDS, request: PlanRequest | None = None
 ) -> dict[str, tuple[TrainSetup, GpuSpec]]:
-    """What plans of this model on such cards walk, by key: all but what others outrun at the same memory; of encoders,
+    """What plans of this model on such cards walk, by key: all but what another dominates; of encoders,
     which predict no next token, what they classify with."""
     structures: dict[str, tuple[TrainSetup, GpuSpec]] = {}
     usual = PlanRequest(fixed={"objective": ("classification",)} if model.reads_both_ways else {})
@@ -66,7 +66,7 @@ def planned_structures(
         gpu = find_gpu(name)
         workload = (request or usual).workload(model, gpu)
         for run in WalkCache().runs(workload, planned_values(workload, dimension_values(workload)), ()):
-            if run.rival is not None:
+            if run.dominating is not None:
                 continue
             for loss in run.choices:
                 setup = run.shared.replace_trusted(loss=loss)

@@ -9,7 +9,7 @@ import pytest
 from planner.core.errors import ConfigError
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
-from planner.models.spec import LinearSpec, ModelSpec
+from planner.models.spec import ModelSpec
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.codec import (
@@ -96,12 +96,6 @@ def test_setups_survive_json_inside_other_data() -> None:
         decode(tuple[TrainSetup, ...], [{"rnak": 8}], "setups")
 
 
-def test_the_form_of_the_first_studies_is_read() -> None:
-    """Trials were kept as {"evidence": kind, fields} before November 2026."""
-    old = {"evidence": "measurement", **through_json(to_jsonable(MEASUREMENT))}
-    assert evidence_from_dict(old) == MEASUREMENT
-
-
 def test_fields_of_later_versions_are_left_out_of_evidence_and_refused_elsewhere() -> None:
     newer = through_json(evidence_to_dict(MEASUREMENT))
     newer["colour"], newer["environment"]["room"] = "red", "attic"
@@ -120,7 +114,6 @@ GOOD = evidence_to_dict(MEASUREMENT)
         [],
         {},
         {"schema": 1, "outcome": "x"},
-        {"evidence": "measurement"},
         {"schema": 1, "outcome": ["measurement"]},
         {"schema": 1, "outcome": "failure", "level": "probe", "kind": "?", "message": ""},
         {**GOOD, "schema": 2},
@@ -148,12 +141,3 @@ def test_text_that_is_no_evidence_is_refused(text: str) -> None:
 def test_a_prediction_is_no_outcome_of_a_probe() -> None:
     with pytest.raises(BadOutcome, match="got a prediction"):
         outcome_from_dict(json.loads(json.dumps(evidence_to_dict(replace(formula(), level=Fidelity.DRY_RUN)))))
-
-
-def test_what_was_written_under_earlier_names_is_read() -> None:
-    """plan.json, stores and studies of November 2026 say "rung" of a level and "dealt" of expert parallelism."""
-    written = through_json(evidence_to_dict(formula()))
-    assert evidence_from_dict({"rung" if key == "level" else key: value for key, value in written.items()}) == formula()
-    linear = loaded("qwen/qwen3-30b-a3b").layer_kinds[0].linears[0]
-    values = through_json(to_jsonable(linear))
-    assert decode(LinearSpec, {**values, "dealt": values.pop("expert_parallel")}) == linear

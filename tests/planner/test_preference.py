@@ -240,7 +240,7 @@ def test_what_a_plan_does_not_walk_is_never_smaller_or_faster(model: str, gpu: s
     for (shared, *at), point in points.items():
         lean = shared.replace_trusted(kbit_fp32_cast=False, lora_rank=min(shared.lora_rank, workload.min_rank))
         counterpart = points.get((lean, *at))
-        if lean == shared or counterpart is None:  # its rival outran it
+        if lean == shared or counterpart is None:  # another dominates it
             continue
         num_compared += 1
         assert counterpart.peak_device_bytes <= point.peak_device_bytes

@@ -63,29 +63,29 @@ def test_walk_peak_is_that_of_the_setup_alone(name: str, gpu: str) -> None:
         ("meta-llama/Llama-3.2-1B", "rtx-4090", 4096, 4),
     ],
 )
-def test_what_a_rival_outruns_is_never_smaller(
+def test_what_another_setup_dominates_is_never_smaller(
     name: str, gpu: str, seq_len: int, num_gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run is left out for its speed, or because its rival does not fit: no plan that fits may be lost by it. Both by
-    closed forms: what is left out has no step profile."""
+    """A run is left out for its speed, or because the one that dominates it does not fit: no plan that fits may be lost
+    by it. Both by closed forms: what is left out has no step profile."""
     monkeypatch.setattr("planner.planning.peaks.step_profile_of", lambda *_: None)
     workload, cache = plan_request(name, gpu, seq_len=seq_len), WalkCache()
     if num_gpus > 1:
         workload = replace(workload, cluster=make_cluster(workload.gpu, num_gpus))
     unfused = 0
     runs = cache.runs(workload, dimension_values(workload), layouts(workload, STAGES))
-    for run in [run for run in runs if run.rival is not None][::7]:
-        assert run.rival.rival is None
-        unfused += run.rival.shared.attention != run.shared.attention
+    for run in [run for run in runs if run.dominating is not None][::7]:
+        assert run.dominating.dominating is None
+        unfused += run.dominating.shared.attention != run.shared.attention
         for loss in run.choices:
-            mine, best = (cache.peaks(workload, candidate, loss) for candidate in (run, run.rival))
+            mine, best = (cache.peaks(workload, candidate, loss) for candidate in (run, run.dominating))
             for at in range(len(run.pairs)):
                 assert all(peak >= other for peak, other in zip(mine.at(at), best.at(at), strict=True))
     assert unfused
 
 
 @pytest.mark.parametrize(("slower", "left_out"), [(0.02, False), (0.04, True)])
-def test_a_run_is_left_out_where_its_rival_is_faster_by_more_than_a_preference(
+def test_a_run_is_left_out_where_the_dominating_one_is_faster_by_more_than_a_preference(
     slower: float, left_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Fixed:
@@ -98,7 +98,7 @@ def test_a_run_is_left_out_where_its_rival_is_faster_by_more_than_a_preference(
     monkeypatch.setattr("planner.planning.walk.family_speeds", lambda _model, _gpu, setup, *_: Fixed(setup))
     workload = plan_request("Qwen/Qwen2.5-1.5B", "rtx-4090", seq_len=128)
     runs = WalkCache().runs(workload, dimension_values(workload), layouts(workload, STAGES))
-    rivalled = {run.shared for run in runs if run.rival is not None and run.shared.kernels == "eager"}
+    dominated = {run.shared for run in runs if run.dominating is not None and run.shared.kernels == "eager"}
     walked = {point.shared for point in walk(workload)}
-    assert rivalled
-    assert (rivalled <= walked, walked & rivalled == set()) == (not left_out, left_out)
+    assert dominated
+    assert (dominated <= walked, walked & dominated == set()) == (not left_out, left_out)

@@ -166,15 +166,15 @@ def method_answers(nodes: dict[Node, NodeResults], chosen: Node | None, workload
 
 
 def _taken(node: Node, nodes: Mapping[Node, NodeResults], need: int, workload: Workload) -> str:
-    node_results, rival, mine = nodes[node], nodes[Node.LORA].best(), nodes[node].best()
+    node_results, lora, mine = nodes[node], nodes[Node.LORA].best(), nodes[node].best()
     reason = f"{least_words(workload)}: {gib(need)} at least"
     if not node_results.sure:
         reason += f", {WITHIN_ERROR_BAND}; nothing surely fits"
-    if node.quantized and rival and mine and mine.tokens_per_s > rival.tokens_per_s:
+    if node.quantized and lora and mine and mine.tokens_per_s > lora.tokens_per_s:
         return f"{reason}; the whole is faster than 16-bit LoRA, and speed is preferred"
     if node is Node.FULL and data_needs_full(workload):
         return f"{reason}; {workload.data.epoch_tokens:,} tokens are more than an adapter of rank {MAX_RANK} holds"
-    if node is Node.FULL and rival:
+    if node is Node.FULL and lora:
         limit = percent(METHOD_BAND)
         return f"{reason}; nothing is approximated, and it is not slower than LoRA by more than {limit}"
     return reason
@@ -204,9 +204,9 @@ def class_answer(nodes: Mapping[Node, NodeResults], chosen: Node, workload: Work
     elif chosen is Node.FOUR_BIT and lora is not None and nodes[Node.LORA].sure:
         gain = mine.tokens_per_s / lora.tokens_per_s
         why.append(f"it runs at {gain:.2f} times the speed of the LoRA that fits, and speed is preferred")
-    rival = nodes[Node.FOUR_BIT].best() if chosen in (Node.FULL, Node.LORA) else None
-    if rival is not None:
-        why.append(f"4-bit QLoRA would run at {rival.tokens_per_s / mine.tokens_per_s:.2f} times the speed")
+    four_bit = nodes[Node.FOUR_BIT].best() if chosen in (Node.FULL, Node.LORA) else None
+    if four_bit is not None:
+        why.append(f"4-bit QLoRA would run at {four_bit.tokens_per_s / mine.tokens_per_s:.2f} times the speed")
     reason = "; ".join(why) or "the only class that these options leave"
     return Answer("Which class?", chosen.words, reason)
 

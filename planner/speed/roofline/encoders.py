@@ -114,7 +114,7 @@ def pictures(speed: SpeedModel, setup: TrainSetup) -> EncoderTime:
         "layers, without its projector; reading and resizing pictures on the host is not counted."
     )
     fixed_s = _convolutions(speed, setup, images) if encoder.convolves else (0.0, 0.0)
-    return EncoderTime("tower", note, tuple(layers), gradients, bool(adapted), fixed_s, windows_s)
+    return EncoderTime("vision encoder", note, tuple(layers), gradients, bool(adapted), fixed_s, windows_s)
 
 
 def _family(speed: SpeedModel, model: ModelSpec, setup: TrainSetup) -> Family:

@@ -25,7 +25,7 @@ PARTS = (
     "lora",
     "dequantization",
     "loss",
-    "tower",
+    "vision encoder",
     "encoder",
     "optimizer",
     "paging",

@@ -33,7 +33,7 @@ LAYOUT_PARTS = (*PARTS, "communication", "bubble", "offload")
 """communication: what of it compute does not hide, and what hiding it costs; bubble: waiting for other pipeline
 stages; offload: copies to and from the host, and the optimizer step on its CPUs."""
 
-DEALT_BAND = 0.5
+EXPERT_PARALLEL_BAND = 0.5
 """Half-width of the band of speeds under expert parallelism. Judgement: transformers' own exchange was measured
 nowhere; with other kernels six runs were 6 to 16 % slower than counted, one 2.1 times as fast (benchmarks/
 dealt_experts.py at e34acc15)."""
@@ -291,7 +291,8 @@ class LayoutProfile:
             parts["generation"] = generation
         total = sum(parts.values())
         flops = profile.flops(setup.micro_batch_seqs, steps)
-        band = max(self._calibration.band_for(self._cluster.gpu), DEALT_BAND if setup.expert_degree > 1 else 0.0)
+        expert_band = EXPERT_PARALLEL_BAND if setup.expert_degree > 1 else 0.0
+        band = max(self._calibration.band_for(self._cluster.gpu), expert_band)
         unmeasured = profile.unmeasured_fraction(setup.micro_batch_seqs, steps, parts)
         unmeasured += SLOW_HOST_BAND * parts.get("offload", 0.0) / total
         unmeasured += DTENSOR_BAND * by_dtensor(setup) * parts.get("host", 0.0) / total
