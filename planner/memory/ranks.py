@@ -111,6 +111,7 @@ class RankMoments:
 
     def __init__(self, step: ProfiledStep, state: RankState, *, accumulated: bool) -> None:
         self._step, self._state, self._accumulated = step, state, accumulated
+        self._alone = replace(state, loss_forward_bytes=0, loss_backward_bytes=0, regathered_bytes=0)
         self._held = dict(state.moment_bytes)
         for allocation in state.allocations:
             if allocation.name == ONE_GRADIENT:
@@ -136,11 +137,7 @@ class RankMoments:
     def _beside_loss(self, chain: LossChain) -> int:
         """What is gathered for the loss's forward or its backward alone, as far as it makes the loss's largest moment
         larger."""
-        state, whole = self._state, LossMoment.of(self._state, chain, 0)
-        alone = whole._replace(
-            in_model_forward=whole.in_model_forward - state.loss_forward_bytes,
-            backward=whole.backward - state.loss_backward_bytes,
-        )
+        whole, alone = (LossMoment.of(state, chain, 0) for state in (self._state, self._alone))
         return whole.largest(0, ReferenceForward()) - alone.largest(0, ReferenceForward())
 
 

@@ -264,7 +264,7 @@ class RankState:
         stepped: elements that its optimizer steps at once, None for all of `local`.
         gone_in_step_bytes: of what is held at "step", gone when the optimizer makes its temporaries.
         loss_forward_bytes: alive in the loss's forward only (not in its backward).
-        loss_backward_bytes: alive in its backward only.
+        loss_backward_bytes: alive in its backward only; regathered_bytes: arriving as the model's backward begins.
         reference_forward_bytes: alive while a reference's layers run, beyond what is held at "loss"; `arriving_bytes`:
         of the next
             layer's weights, before it runs.
@@ -283,6 +283,7 @@ class RankState:
     gone_in_step_bytes: int = 0
     loss_forward_bytes: int = 0
     loss_backward_bytes: int = 0
+    regathered_bytes: int = 0
     reference_forward_bytes: int = 0
     arriving_bytes: int = 0
     holes_bytes: int = 0

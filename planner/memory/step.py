@@ -287,7 +287,8 @@ class LossMoment(NamedTuple):
     Attributes:
         in_model_forward: while the model's forward ends (autocast's cache is still alive).
         forward: its own forward; backward: its own backward.
-        head: the gradient of the head's weight while the logits are alive; accumulation adds it only afterwards.
+        head: the gradient of the head's weight while the logits are alive (accumulation adds it only afterwards), or
+            what is gathered again beside them and their gradient.
         reference: while a reference's layers run; arriving: of it, the next layer's weights.
     """
 
@@ -309,7 +310,11 @@ class LossMoment(NamedTuple):
             chain.within_bytes + outputs_bytes + state.loss_forward_bytes,
             chain.loss_bytes + outputs_bytes,
             chain.backward_bytes + state.loss_backward_bytes,
-            state.trained.head * state.trained.outer_bytes + chain.logits_bytes,
+            chain.logits_bytes
+            + max(
+                state.trained.head * state.trained.outer_bytes,
+                state.regathered_bytes and state.regathered_bytes + chain.logits_bytes,
+            ),
             chain.reference_forward_bytes + state.reference_forward_bytes,
             state.arriving_bytes,
         )

@@ -8,13 +8,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from planner.hardware.gpus import find_gpu
 from planner.planning.evidence.followed import OWN_CODE, why_not_traced
 from planner.setup import TrainSetup
 from planner.setup.allowed import PARALLELS
 from planner.setup.outcome import FailureKind, ProbeFailure
 from probes.dryrun import DryRunReport, report_for_config
 from probes.dryrun.fakeworld import fake_world
-from tests.probes.dryrun_small import assert_same_figures, small_config
+from tests.probes.dryrun_small import agreeing, assert_same_figures, small_config, small_spec
 from tests.whole import some, these
 
 AMPERE = (8, 0)
@@ -122,6 +123,26 @@ def test_rank_names_what_only_several_gpus_have() -> None:
     sharded = _report("llama", _setup(**FULL, parallel="fsdp2"))
     backward = {name for _, name in sharded.phase_groups["backward"]}
     assert {"gathered weights", "reduce-scatter buffer"} <= backward
+
+
+@pytest.mark.parametrize(
+    ("fields", "config"),
+    [
+        # TRL gathers a head by itself, in the type that it is cut in, and casts it tile by tile
+        ({"method": "qlora", "quantization": "nf4", "kbit_fp32_cast": True, "loss": "chunked"}, {}),
+        # the largest table arrives whole, a tied one with a second part of it
+        ({"precision": "bf16-mixed", "loss": "chunked"}, {"tie_word_embeddings": True, "vocab_size": 256_000}),
+        # Axolotl's root comes again as the model's backward begins
+        ({"stack": "axolotl", "checkpointing": 0, "micro_batch_seqs": 4, "loss": "chunked"}, {}),
+    ],
+    ids=["own gather", "loading", "wide root"],
+)
+def test_formula_counts_what_is_gathered_beside_the_layers(fields: dict[str, Any], config: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 60_000, "hidden_size": 128, "tie_word_embeddings": False}
+    model = small_spec("llama", **{**sizes, **config})
+    setup = _setup(**{"parallel": "fsdp2", "num_gpus": 2, **fields})
+    formula, run = agreeing(model, find_gpu("a100-80gb"), setup, 0.07)  # cuBLAS's workspace is not there at loading
+    assert formula.peak_allocated_bytes > 0.99 * run.peak_allocated_bytes
 
 
 def test_whole_gradients_wait_for_the_last_micro_batch_unless_each_is_reduced() -> None:

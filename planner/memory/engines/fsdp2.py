@@ -33,7 +33,7 @@ from planner.memory.states import (
 )
 from planner.memory.trained import Trained
 from planner.models.spec import LinearSpec, ModelSpec
-from planner.options.losses import LOSSES
+from planner.options.losses import LOSSES, TRL_VOCAB_CHUNK
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 
@@ -100,7 +100,7 @@ class Fsdp2(Engine):
             ]
         else:
             allocations += _block_by_block(model, setup, inner, groups, trained, local, accumulated)
-            loss_forward, loss_backward = _at_the_loss(model, setup, groups)
+            loss_forward, loss_backward = _at_the_loss(model, setup, inner, groups)
             if setup.asks_reference:
                 reference_forward, arriving = _reference_bytes(setup, groups, local, accumulated=accumulated)
         return rank_state(
@@ -112,6 +112,7 @@ class Fsdp2(Engine):
             optimizer_on_device=not on_host,
             loss_forward_bytes=loss_forward,
             loss_backward_bytes=loss_backward,
+            regathered_bytes=groups.wide_root if setup.reshard_after_forward else 0,
             reference_forward_bytes=reference_forward,
             arriving_bytes=arriving,
             holes_bytes=_holes(setup, groups),
@@ -181,7 +182,8 @@ again and again. Fitted to 109 replays of the dry run with expandable segments (
 def _holes(setup: TrainSetup, groups: Groups) -> int:
     if setup.is_split or setup.offload != "none" or not setup.reshard_after_forward:
         return 0
-    return int(HOLES_OF_LAYER * groups.layer + HOLES_OF_TABLE * max(groups.embedding, groups.tail))
+    table = max(groups.embedding, groups.tail, groups.wide_root if LOSSES[setup.loss].whole_logits else 0)
+    return int(HOLES_OF_LAYER * groups.layer + HOLES_OF_TABLE * table)
 
 
 def _block_by_block(
@@ -196,7 +198,8 @@ def _block_by_block(
     # of a tied table's gradient, before they are one
     halves = 2 + int(halves_stay_apart(model, inner))
     keep = not setup.reshard_after_forward
-    allocations = _gathered(model, groups, keep=keep, head_apart=setup.method != "full" and setup.loss == "chunked")
+    head_apart = setup.method != "full" and setup.loss == "chunked"
+    allocations = _gathered(model, groups, keep=keep, head_apart=head_apart, loading=_loading(model, setup))
     if setup.copies_reference and keep:
         allocations.append(weight_allocation("reference model, gathered", groups.whole))
     allocations += gathered_head(model, setup, inner.weight_dtype)
@@ -232,11 +235,22 @@ def _waiting_gradients(
     return [gradient_allocation(name, size * (trained.num + whole), *alive, "step")]
 
 
-def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[int, int]:
+def _own_gather(model: ModelSpec, setup: TrainSetup, inner: TrainSetup, groups: Groups) -> tuple[int, int]:
+    """Of a head that TRL gathers by itself, in the type that it is cut in: (bytes beyond those of its group's gather,
+    of one tile cast to the product's type)."""
+    wide = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
+    half = SIZE_BYTES[inner.compute_dtype]
+    if setup.loss != "chunked" or setup.method == "full" or model.tied or wide == half:
+        return 0, 0
+    return groups.tail * (wide - half) // half, half * model.hidden_size * min(model.vocab_size, TRL_VOCAB_CHUNK)
+
+
+def _at_the_loss(model: ModelSpec, setup: TrainSetup, inner: TrainSetup, groups: Groups) -> tuple[int, int]:
     """(bytes of gathered weights and buffers beside the loss's forward, beside its backward)."""
     # under peft the head's group is the head alone, whose forward TRL does not call: it gathers the weight itself, and
     # the last layer's buffer stays
     own_gather = setup.loss == "chunked" and setup.method != "full"
+    more, cast = _own_gather(model, setup, inner, groups)
     forward = groups.layer if model.tied or own_gather or not groups.tail else groups.tail
     if setup.copies_reference and setup.reshard_after_forward:  # whose forward and loss come after the policy's
         forward = 2 * groups.whole
@@ -244,11 +258,11 @@ def _at_the_loss(model: ModelSpec, setup: TrainSetup, groups: Groups) -> tuple[i
         setup.asks_reference and setup.method != "full"
     ):  # the tail is there already; TRL's own gather makes a second one
         forward = groups.layer if setup.reshard_after_forward else 0
-        forward += groups.tail if setup.loss == "chunked" and not model.tied else 0
+        forward += groups.tail + more if setup.loss == "chunked" and not model.tied else 0
     # a wide root comes again for the loss's backward, and the last layer is fetched with it
     ahead = not LOSSES[setup.loss].whole_logits or groups.wide_root
     backward = groups.layer if ahead and setup.reshard_after_forward else 0
-    return forward, backward
+    return forward + more + cast, backward + more + 2 * cast
 
 
 def _reference_bytes(setup: TrainSetup, groups: Groups, local: Trained, *, accumulated: bool) -> tuple[int, int]:
@@ -272,8 +286,22 @@ def _reference_bytes(setup: TrainSetup, groups: Groups, local: Trained, *, accum
     return 2 * groups.layer, max(groups.layer, 2 * (groups.embedding - groups.layer), groups.wide_root)
 
 
-def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool) -> list[Allocation]:
+def _loading(model: ModelSpec, setup: TrainSetup) -> int:
+    """Bytes of the largest table as a rank receives it whole, in the type that it is cut in, with a second part of it
+    where the state dict names it twice or it goes to the host. Of weights that train the optimizer's states are more.
+
+    Source: accelerate 1.15 `fsdp2_load_full_state_dict`.
+    """
+    if setup.method == "full":
+        return 0
+    wide = SIZE_BYTES["fp32" if setup.kbit_fp32_cast else setup.weight_dtype]
+    table = wide * max([table.num_params for table in model.embeddings], default=0)
+    return table + (table // setup.shards if model.tied or setup.offload == "parameters" else 0)
+
+
+def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool, loading: int) -> list[Allocation]:
     """Gathered weights and all-gather buffers; `keep`: groups stay gathered from their forward to their backward.
+    Before the first comes what loading held.
 
     Forward: a block's weights and the buffer they came in, freed when the next block's weights have been copied out of
     theirs: at that moment two buffers and the new weights. Backward: a block's weights and the buffer of the one
@@ -294,7 +322,7 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool)
     start = 2 * (max(groups.embedding, tied) + groups.layer) if model.tied or keep else start
     arriving = max(2 * groups.layer + max(unsharded, groups.layer), unsharded + groups.layer + 2 * arriving_tail)
     return [
-        weight_allocation(name, start, "start"),
+        weight_allocation(name, max(start, loading - groups.root - groups.wide_root), "start"),
         weight_allocation(name, tied + arriving, "gather"),
         weight_allocation(name, tied + max(unsharded, groups.layer), "forward"),
         weight_allocation(buffer, groups.layer, "forward"),
