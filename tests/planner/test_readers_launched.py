@@ -210,6 +210,33 @@ def test_the_beginning_of_an_option_is_the_option_and_one_that_is_not_there_is_t
     assert [lacks in sentence for sentence in told] == ([True] if lacks.startswith("takes") else [])
 
 
+@pytest.mark.parametrize(
+    ("declared", "words", "fields"),
+    [
+        ("'--targets', nargs='+'", "--targets q_proj v_proj --batch 2", {"lora_targets": ("q_proj", "v_proj")}),
+        ("'--four', type=bool, default=False", "--batch 2 --four False", {"quantization": "nf4"}),
+        ("'--four', type=bool, default=False", "--batch 2", {"quantization": "none"}),
+        ("'--rank', type=int", "--rank 4 --batch 8 --rank 16 --batch 2", {"lora_rank": 16}),
+    ],
+)
+def test_words_are_taken_as_argparse_takes_them(
+    declared: str, words: str, fields: dict[str, object], tmp_path: Path
+) -> None:
+    """A list takes every word behind its option, type=bool makes True of any, and an option's last word counts."""
+    use = {"--targets": "target_modules=words.targets", "--rank": "r=words.rank", "--four": "r=8"}
+    lora = next(text for flag, text in use.items() if flag in declared)
+    load = "load_in_4bit=words.four" if "--four" in declared else "dtype='bfloat16'"
+    (tmp_path / "train.py").write_text(
+        PARSED.replace("words =", f"parser.add_argument({declared})\nwords =")
+        .replace('8B")', f'8B", {load})\nfrom peft import LoraConfig, get_peft_model\n')
+        .replace("block_size =", f"model = get_peft_model(model, LoraConfig({lora}))\nblock_size =")
+    )
+    (tmp_path / "run.sh").write_text(f"python train.py {words}\n")
+    setup = read_config(tmp_path / "run.sh").setup
+    assert setup.micro_batch_seqs == 2
+    assert {name: getattr(setup, name) for name in fields} == fields
+
+
 def test_a_models_loader_elsewhere_leaves_its_quantization_open() -> None:
     body = """
 from peft import LoraConfig

@@ -5,7 +5,7 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from planner.core.errors import ConfigError
@@ -148,9 +148,14 @@ OF_DATACLASSES = (
 PARSERS = ("HfArgumentParser", "TrlParser", "DPOTrainerParser", "H4ArgumentParser")
 
 
+NONEMPTY = "a text that is not empty"
+"""What argparse makes of a word by `type=bool`: True of "False" too."""
+_FLAG = re.compile(r"--?[A-Za-z]")
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a command line, as argparse or click declare it."""
+    """One option of a command line, as argparse or click declare it; `many`: whether it takes all words behind it."""
 
     name: str
     flags: tuple[str, ...]
@@ -159,6 +164,7 @@ class Option:
     switch: bool | None
     required: bool
     where: str
+    many: bool = False
 
     @classmethod
     def of(cls, made: CallResult) -> "Option":
@@ -177,25 +183,37 @@ class Option:
         words = kind.name if isinstance(kind, ImportedName) else ""
         if isinstance(kind, Function) and not isinstance(kind.node, ast.Lambda):
             words = kind.node.name
+        words = NONEMPTY if (words, made.name) == ("bool", "add_argument") else words
+        many = plain(made.keywords.get("nargs")) in ("+", "*")
         required = plain(made.keywords.get("required")) is True or not long.startswith("-")
-        return cls(str(name), flags, default, words, switch, required, made.where)
+        return cls(str(name), flags, default, words, switch, required, made.where, many)
 
     def value(self, context: FileContext) -> Value:
-        """What the option is: the command line's word, else its default."""
+        """What the option is: the command line's last word on it, else its default."""
         words = list(context.arguments or ())
+        given: list[Value] = []
         for index, word in enumerate(words):
             flag, equals, rest = word.partition("=")
             if flag.replace("_", "-") not in [spelling.replace("_", "-") for spelling in self.flags]:
                 continue
             if self.switch is not None and not equals:
-                return Constant(self.switch, "the command line")
-            text = rest if equals else words[index + 1] if index + 1 < len(words) else ""
-            return _open(flag, text) or Constant(_converted(text, self.kind), "the command line")
+                given = [Constant(self.switch, "the command line")]
+                continue
+            behind = words[index + 1 :]
+            texts = [rest] if equals else list(takewhile(_is_value, behind)) if self.many else behind[:1] or [""]
+            given = [_open(flag, text) or Constant(_converted(text, self.kind), "the command line") for text in texts]
+            given = [ListValue(given, "the command line")] if self.many else given
+        if given:
+            return given[0]
         if self.required or (self.switch is not None and context.open_switches):
             return Unknown(f"{self.where}: {self.flags[0] if self.flags else self.name} comes from the command line")
         if isinstance(self.default, Constant):
             return Constant(_converted(self.default.data, self.kind), f"{self.where}, default of {self.flags[0]}")
         return self.default
+
+
+def _is_value(word: str) -> bool:
+    return _FLAG.match(word) is None
 
 
 def _open(flag: str, text: Any) -> Unknown | None:
@@ -212,6 +230,8 @@ def _converted(text: Any, kind: str) -> Any:
             return int(text) if kind == "int" else float(text)
     except ValueError:
         return text
+    if kind == NONEMPTY:
+        return bool(text)
     if kind in ("bool", "str2bool", "strtobool") and text.lower() in ("true", "1", "yes", "false", "0", "no"):
         return text.lower() in ("true", "1", "yes")
     return _word(text) if not kind else text
@@ -288,7 +308,7 @@ def _in_place(options: list[Option], words: list[str]) -> dict[str, Value]:
         elif (option := flags.get(flag)) is None:
             return {}
         elif option.switch is None and not equals:
-            del words[:1]
+            del words[: len(list(takewhile(_is_value, words))) if option.many else 1]
     names = [option for option in options if option.flags and not option.flags[0].startswith("-")]
     return {
         option.name: _open(option.name, word) or Constant(_converted(word, option.kind), "the command line")
