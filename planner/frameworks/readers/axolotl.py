@@ -94,8 +94,6 @@ def read(settings: Settings) -> ReadConfig:
     fields |= device_map(settings, settings) or with_cut_sequences(settings, cuts, _parallel(settings), fields)
     if fields.get("expert_degree", 1) > 1:
         fields["stack"] = FORMAT  # which alone runs it beside whole copies
-    if fields.get("parallel") == "fsdp2" and "context_degree" in fields:
-        fields["attention"] = "sdpa"  # whose bytes its ring of flash attention keeps
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     fields |= common.adapted_layers(settings, "peft_layers_to_transform", fields)
     fields |= common.frozen_but(settings, settings.model, fields)

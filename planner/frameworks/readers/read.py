@@ -152,7 +152,7 @@ def _with_waiting_gradients(reading: ReadConfig) -> ReadConfig:
     Source: transformers 5.23 `Trainer._inner_training_loop`; accelerate 1.15 `Accelerator.no_sync`.
     """
     setup = reading.setup
-    by_trainer = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and reading.format in TRAINERS
+    by_trainer = setup.parallel == "fsdp2" and setup.tensor_degree == 1 and reading.format in BY_TRANSFORMERS
     if not by_trainer or common.written(reading.values, SYNC) is True:
         return reading
     waits = replace(reading, setup=setup.replace(sync_each_batch=False))

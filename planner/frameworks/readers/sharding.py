@@ -77,7 +77,12 @@ def with_cut_sequences(
     settings.approximate(f"sequences cut over GPUs ({key}) are counted as by {how}")
     pieces = degree * (2 if ring else 1)
     tokens = -(-int(fields["seq_len_tokens"]) // pieces) * pieces
-    return {"seq_len_tokens": tokens, **parallel_of(settings, {**layout, "context_degree": degree}, num_gpus)}
+    attention = {"attention": "sdpa"} if ring else {}  # whose bytes a ring of flash attention keeps
+    return {
+        "seq_len_tokens": tokens,
+        **attention,
+        **parallel_of(settings, {**layout, "context_degree": degree}, num_gpus),
+    }
 
 
 def device_map(settings: Settings, kwargs: Settings) -> dict[str, Any]:

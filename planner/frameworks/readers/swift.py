@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from planner.core.errors import NotPlanned
 from planner.frameworks.exporters.common import USUAL_LINEAR_MODULES
 from planner.frameworks.readers import common
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
+from planner.frameworks.readers.loading import parse_json
 from planner.frameworks.readers.objectives import estimated, of_trainer
-from planner.frameworks.readers.sharding import device_map, with_autotp, with_cut_sequences, zero_stage
+from planner.frameworks.readers.sharding import device_map, with_autotp, with_cut_sequences
+from planner.frameworks.readers.trl import sharded
 from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.others import SWIFT
@@ -71,9 +74,13 @@ Source: ms-swift@3602360a swift/trainers/arguments.py `__post_init__`; other def
 
 def read(settings: Settings) -> ReadConfig:
     objective = _objective(settings)
+    _take_fsdp_apart(settings)
+    kept = settings.has("swift_version")  # args.json, in which a run keeps every setting, and how many ran it
+    if kept and settings.outside.num_gpus == 1:
+        settings.outside = replace(settings.outside, num_gpus=settings.integer("global_world_size", 1, at_least=1))
     old = any(settings.has(key) for key in OLD)
     fields = _method(settings, old=old)
-    fields |= settings_fields(settings, SWIFT, "micro_batch_seqs")
+    fields |= settings_fields(settings, SWIFT, "micro_batch_seqs", "compile")
     dtype = settings.first("torch_dtype", "dtype")
     weights = common.weight_dtype(settings, dtype, "auto") if settings.raw(dtype) != "AUTO" else "bf16"
     fp16 = settings.flag("fp16", weights == "fp16")
@@ -101,7 +108,7 @@ def read(settings: Settings) -> ReadConfig:
     fields["activation_offload"] = common.offloads(settings, fields["checkpointing"])
     fields = common.adapter(settings, fields, adapter_kind(settings, FORMAT))
     settings.leave_out(NOT_COUNTED)
-    layout = zero_stage(settings, settings.raw("deepspeed")) if settings.has("deepspeed") else {}
+    layout = sharded(settings)
     if layout and settings.has("deepspeed_autotp_size"):
         layout = with_autotp(settings, layout, settings.integer("deepspeed_autotp_size", 0))
     cut = with_cut_sequences(settings, "sequence_parallel_size", layout, fields)
@@ -112,9 +119,42 @@ def read(settings: Settings) -> ReadConfig:
         if int(pieces) != (tokens := STACKS[IN_PIECES].loss_chunk_tokens):
             settings.approximate(f"CELOSS_PARALLEL_SIZE {pieces} is counted as {tokens}")
     outside = settings.outside.environment
-    signs = {key: settings.has(key) for key in PICTURES} | {key: outside.get(key) for key in PICTURES_OUTSIDE}
+    signs = {key: settings.has(key) and not kept for key in PICTURES} | {
+        key: outside.get(key) for key in PICTURES_OUTSIDE
+    }
     common.pictures(settings, fields, signs, ENCODER)
     return config(SWIFT, settings, fields)
+
+
+def _take_fsdp_apart(settings: Settings) -> None:
+    """Makes transformers' `fsdp` and `fsdp_config` of ms-swift's one setting, a preset's name or a file of both, as it
+    does by itself; the settings that a run keeps (args.json) have them apart already.
+
+    Source: ms-swift@3602360a swift/arguments/sft_args.py _init_fsdp, _check_fsdp2_compatibility; config/fsdp2.json.
+    """
+    named = settings.raw("fsdp")
+    if named == "fsdp2":
+        given: Mapping[str, Any] = {"fsdp_config": {"fsdp_version": 2, "activation_checkpointing": True}}
+    elif isinstance(named, str) and named.endswith(".json"):
+        text = settings.outside.read_relative(named)
+        if text is None:
+            for field in ("checkpointing", "offload"):
+                settings.ask(field, f": {named}, FSDP's settings, is not beside it")
+        given = parse_json(text or "{}", named)
+    elif isinstance(named, dict) or str(named).lstrip().startswith("{"):
+        given = settings.mapping("fsdp")
+    else:
+        return
+    block = given.get("fsdp_config") or {}
+    checkpoints = common.fsdp_checkpoints(Settings(block, f"{settings.name}: fsdp_config"))
+    if block.get("activation_cpu_offload"):
+        settings.approximate(UpperBound("activation_cpu_offload is counted as if it stayed on the GPU", "activations"))
+    settings.values = {
+        **settings.values,
+        "fsdp": given.get("fsdp", "full_shard auto_wrap"),
+        "fsdp_config": block,
+        **({"gradient_checkpointing": False} if checkpoints else {}),
+    }
 
 
 def _objective(settings: Settings) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from planner.frameworks.tools.field import Field, Tool
-from planner.frameworks.tools.transformers import BATCH, CHECKPOINTING, KERNELS, OPTIMIZER, PARALLEL
+from planner.frameworks.tools.transformers import BATCH, CHECKPOINTING, COMPILE, KERNELS, OPTIMIZER, PARALLEL
 
 
 def _read_only(*fields: Field) -> tuple[Field, ...]:
@@ -24,6 +24,7 @@ SWIFT = Tool(
         Field(of="attention", key="attn_impl", more=("use_flash_attn",)),
         CHECKPOINTING,
         KERNELS,
+        COMPILE,
         Field(of="method", key="tuner_type", older=("train_type", "sft_type")),
         Field(of="quantization", key="quant_bits", older=("quantization_bit",)),
         Field(of="precision", key="torch_dtype", older=("dtype",), more=("bf16", "fp16")),
