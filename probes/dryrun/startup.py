@@ -16,7 +16,6 @@ from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 
 @contextmanager
@@ -42,6 +41,8 @@ def collection_paused() -> Iterator[None]:
 def load_libraries() -> None:
     """Imports bitsandbytes and transformers' losses, without PyTorch's compiler and scipy where they are not loaded."""
     if "bitsandbytes" not in sys.modules:
+        from unittest import mock  # late: it loads asyncio and ssl, which no stored answer needs
+
         import torch
 
         with mock.patch.object(torch, "compile", _compile_later(torch.compile)):
@@ -56,6 +57,8 @@ def load_libraries() -> None:
 def _import_models() -> None:
     """Imports `transformers.models`, which asks for the names in all of its three thousand files just after the package
     itself has asked (0.25 s each time): the first answer is given again."""
+    from unittest import mock
+
     import transformers
     from transformers.utils import import_utils
 
