@@ -13,14 +13,13 @@ policy leaves out and is faster stands beside it with the reason. A share below 
 import argparse
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any, NamedTuple
 
 from benchmarks.brute_force import worth
 from benchmarks.shared import DOCS, marked
 from planner.core.errors import UsageError
-from planner.core.records import dataclass
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload

@@ -6,13 +6,12 @@ to turn the run into a `TrainSetup`, and in what it is known to differ from what
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
 from typing import Any, Literal
 
 from benchmarks.shared import DATA, loaded, rows_of
-from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models.families import spec_from_config

@@ -6,11 +6,10 @@ Pure, as `planner.planning.check`: the prediction is a function handed in.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from planner.core.errors import SetupError
-from planner.core.records import dataclass
 from planner.frameworks.tools import changed_fields
 from planner.models.spec import ModelSpec
 from planner.planning.check import (

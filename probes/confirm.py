@@ -1,9 +1,8 @@
 """Level 4: run a planned setup at full depth and hold the plan to its promise."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.setup import TrainSetup

@@ -9,13 +9,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from planner.core.children import child_environment, python_argv
 from planner.core.install import install_command, installed, packages_command
-from planner.core.records import dataclass
 from planner.core.units import GIB, gib
 from planner.hardware.amd import AmdSmi
 from planner.hardware.driver import device_handle, nvml

@@ -3,12 +3,11 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from planner.core.errors import ConfigError
 from planner.core.inputs import number, parse_json
-from planner.core.records import dataclass
 from planner.setup.codec import BadOutcome, Outcome, evidence_to_dict, outcome_from_dict
 
 RECORD_SCHEMA = 1

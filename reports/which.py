@@ -3,12 +3,11 @@ catalogue by what can be trained on it, to what length and how fast); kinds of a
 side."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
-from planner.core.records import dataclass
 from planner.core.units import GIB, count, gib, seconds
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload

@@ -11,11 +11,10 @@ model at hand overrule them.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import exp, isfinite, log
 
-from planner.core.records import dataclass
 from planner.hardware.cluster import Cluster
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Prediction

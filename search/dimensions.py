@@ -5,10 +5,10 @@ field on `TrainSetup` needs a row here and a distribution in `search.study.SPACE
 reports read this table.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from planner.core.records import dataclass
 from planner.setup import LATER_FIELDS, LAYOUT_FIELDS, TrainSetup
 
 Kind = Literal["category", "log2"]

@@ -1,13 +1,12 @@
 """`Problem`: the candidates, what makes one better, and why some are out before any probe."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log
 from typing import Any, Literal
 
 from planner.core.errors import UsageError
-from planner.core.records import dataclass
 from planner.core.units import gib
 from planner.memory.workload import Workload
 from planner.setup import TrainSetup

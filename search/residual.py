@@ -2,13 +2,13 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import erfc, exp, pi, sqrt
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.core.records import dataclass
 from planner.core.units import GIB
 from planner.setup import TrainSetup
 from planner.setup.outcome import Prediction

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,6 @@ from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 
 from planner.core.errors import EnvironmentProblem
-from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from search.dimensions import key_of

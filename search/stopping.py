@@ -1,11 +1,11 @@
 """When to stop: nothing left can plausibly beat the best by more than the margin, or the budget is spent."""
 
+from dataclasses import dataclass
 from math import log1p
 from statistics import median
 
 import numpy as np
 
-from planner.core.records import dataclass
 from search.problem import Problem
 from search.residual import Floats, cdf
 from search.sampler import Posterior

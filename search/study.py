@@ -18,6 +18,7 @@ attribute by its type and its bounds, so that none can stop a search.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
@@ -30,7 +31,6 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from planner.core.errors import SetupError, UsageError
 from planner.core.inputs import number as checked_number
-from planner.core.records import dataclass
 from planner.setup import TrainSetup, allowed
 from planner.setup.codec import evidence_from_text, evidence_to_dict
 from planner.setup.interchange import setup_from_dict, setup_to_dict

@@ -4,10 +4,9 @@ The rules give a starting point, not a tuned value: the reasons travel with the 
 """
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import sqrt
 
-from planner.core.records import dataclass
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 

@@ -2,14 +2,13 @@
 
 import csv
 import os
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from planner.core import plugins
 from planner.core.errors import ConfigError
-from planner.core.records import dataclass
 from planner.core.shipped import DATA
 
 PRICES_VARIABLE = "FINETUNE_PLANNER_PRICES"

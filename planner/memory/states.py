@@ -1,12 +1,11 @@
 """What a rank holds from step to step: weights, adapters, gradients, optimizer states; by parameter, in closed form."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from planner.core.errors import SetupError
-from planner.core.records import dataclass
 from planner.core.units import MIN_BLOCK_BYTES, gib
 from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of

@@ -7,11 +7,10 @@ module tree instead and a test compares the two.
 
 import re
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
-from planner.core.records import dataclass
 from planner.core.shipped import model_types
 
 T = TypeVar("T")

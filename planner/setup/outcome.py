@@ -1,11 +1,10 @@
 """What the fidelity levels answer about one setup: predictions, measurements and failures, all plain data."""
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
-from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import MemoryTerm
 

@@ -4,9 +4,9 @@ time."""
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.speed.host import host_of, issued_s
 from planner.speed.operators import ISSUERS, TRAINER, Program, program_of

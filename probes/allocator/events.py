@@ -7,11 +7,11 @@ instead of listing them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
-from planner.core.records import dataclass
 from planner.core.units import MIN_BLOCK_BYTES
 
 

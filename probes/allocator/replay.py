@@ -1,9 +1,9 @@
 """`replay`: the events of a step through the caching allocator, and what `torch.cuda` would have reported."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import zip_longest
 
-from planner.core.records import dataclass
 from probes.allocator.blocks import Block
 from probes.allocator.caching import CachingAllocator, OutOfDeviceMemory
 from probes.allocator.events import Alloc, Event, Free, Phase, Repetition, Step

@@ -3,10 +3,10 @@
 import re
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, zip_longest
 
-from planner.core.records import dataclass
 from probes.allocator.events import Alloc, Event, Free, Pattern, Phase, Repetition, rounded
 from probes.dryrun.report import Group
 from probes.dryrun.trace import Trace

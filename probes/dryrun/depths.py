@@ -5,12 +5,12 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from planner.core.records import dataclass
 from probes.dryrun.layer_map import LayerMap
 from probes.stack.build import bare_model
 from probes.stack.configs import config_of_layers, layer_signatures, layers_of, num_layers, period_of

@@ -9,12 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from planner.core.records import dataclass
 from planner.memory.attention_kernels import STAND_INS, XE2_HEAD_DIM
 from probes.patching import Replacement, replaced
 from probes.stack.autocast import State, cached_cast, without_casts

@@ -2,11 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeVar
-
-from planner.core.records import dataclass
 
 T = TypeVar("T")
 

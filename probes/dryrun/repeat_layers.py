@@ -14,13 +14,12 @@ layers that several stand for), `RepetitionError` says so and the caller runs th
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Event, Free, Pattern, Phase, Repetition, Step, flat
 from probes.dryrun.layer_map import LayerMap

@@ -1,8 +1,8 @@
 """`DryRunReport`: a dry run's prediction with its evidence, plain data."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from planner.core.records import dataclass
 from planner.setup.outcome import Prediction
 from planner.speed.operators import Program
 

@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
-from planner.core.records import dataclass
 from planner.memory.attention_kernels import brings_xformers
 from planner.memory.workspace import workspace_bytes
 from planner.setup import TrainSetup

@@ -9,11 +9,11 @@ Where they are not (a loss in chunks has more of them), lengths are rounded up t
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import sdpa_capability
 from planner.models.spec import ModelSpec

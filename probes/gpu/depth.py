@@ -9,9 +9,9 @@ expandable segments (-21 to +17 % without), LoRA and QLoRA by 3 %; no GPU measur
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.outcome import ProbeFailure
 from probes.dryrun.api import report_for_config

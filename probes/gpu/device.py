@@ -10,11 +10,11 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from planner.core.locks import NO_LINK, OPEN_FLAGS, lock
 from planner.core.outputs import user_id
-from planner.core.records import dataclass
 from planner.core.units import MIB
 from probes.gpu.environment import DeviceStatus, device_status
 

@@ -7,12 +7,12 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from planner.core.install import installed
-from planner.core.records import dataclass
 from planner.frameworks.exporters.common import allocator_settings
 from planner.hardware.driver import device_handle, nvml, text
 from planner.setup.outcome import Environment

@@ -4,11 +4,10 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from planner.core.errors import EnvironmentProblem
-from planner.core.records import dataclass
 from planner.core.units import seconds
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec

@@ -11,11 +11,10 @@ import gc
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from planner.core.records import dataclass
 from planner.core.units import MIB, gib, percent
 from planner.planning.evidence.bands import NO_SHARE, trainer_share
 from planner.setup.outcome import Measurement

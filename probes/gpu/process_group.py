@@ -6,14 +6,13 @@ Figures travel through a gloo group of the host's memory, apart from the collect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from planner.core.records import dataclass
 from planner.core.units import gib
 from planner.setup.outcome import Measurement
 from probes.gpu.ranks import RankInfo

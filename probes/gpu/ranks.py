@@ -6,11 +6,10 @@ No torch here: the runner decides from what the ranks and torchrun's agent told 
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from planner.core.install import packages_command
-from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.outcome import FailureKind
 from probes.gpu.failures import classify_exit, is_peer_trouble

@@ -4,12 +4,11 @@ The same JSON runs in a child process of this machine or, through `probes.gpu.ex
 """
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from planner.core.errors import ConfigError, UsageError
-from planner.core.records import dataclass
 from planner.memory.workspace import CONTEXT_BYTES
 from planner.setup import TrainSetup
 from planner.setup.codec import decode

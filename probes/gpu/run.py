@@ -3,14 +3,13 @@
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from planner.core.records import dataclass
 from planner.core.units import MIB, gib
 from planner.frameworks.exporters.deepspeed import STAGES as ZERO_STAGES
 from planner.hardware.gpus import find_gpu

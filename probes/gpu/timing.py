@@ -1,9 +1,9 @@
 """When step times count as settled, and how figures of truncated depths become those of the full depth. No torch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
-from planner.core.records import dataclass
 from planner.setup.outcome import SETTLED_FRACTION
 from probes.gpu.request import Limits
 

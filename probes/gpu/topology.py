@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import combinations
 from types import ModuleType
 from typing import Any
 
-from planner.core.records import dataclass
 from planner.hardware.driver import device_handle, nvml
 
 _ANCESTORS = {

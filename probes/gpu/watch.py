@@ -8,10 +8,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from planner.core.records import dataclass
 from planner.core.units import MIB
 from planner.setup.outcome import FailureKind
 from probes.gpu.ranks import RankReport

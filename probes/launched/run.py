@@ -17,14 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from planner.core.children import child_environment, python_argv
 from planner.core.errors import ConfigError, EnvironmentProblem
 from planner.core.inputs import parse_object, read_text
 from planner.core.outputs import write_whole
-from planner.core.records import dataclass
 from planner.core.redaction import without_secrets, without_secrets_in_words
 from planner.core.units import gib
 from planner.setup.codec import Outcome, decode

@@ -1,6 +1,7 @@
 """What the phantom GPU pretends to be: plain data that passes from the command line to the traced process."""
 
-from planner.core.records import dataclass
+from dataclasses import dataclass
+
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workspace import context_bytes
 

@@ -10,13 +10,13 @@ Source: transformers 5.23 trainer.py `Trainer.training_step`, which the trainers
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 from unittest import mock
 
 import torch
 
-from planner.core.records import dataclass
 from probes.allocator.blocks import SMALL_BYTES
 from probes.allocator.events import Alloc, Event, Free
 from probes.phantom.claims import truly_meta

@@ -13,14 +13,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from planner.core.children import ROOT, ended_by_scheduler, python_argv
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.inputs import read_text
-from planner.core.records import dataclass
 from planner.frameworks.readers.loading import LARGER
 from planner.frameworks.readers.program.source import of_notebook
 from planner.planning.trace_result import MAX_BYTES, Protection, TraceResult
@@ -88,7 +87,7 @@ class Ended:
 
     exit_code: int
     results: tuple[TraceResult, ...]
-    protection: Protection = Protection(kind="none")
+    protection: Protection = field(default_factory=lambda: Protection(kind="none"))
     error: str = ""
     absent: str = ""
 

@@ -9,12 +9,12 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
-from planner.core.records import dataclass
 from planner.options.sound import TEXT_TOKENS
 from probes.patching import nothing
 from probes.phantom.images import PICTURE, processor_for

@@ -1,10 +1,10 @@
 """The worst batch of a setup: every sequence at full length, random tokens."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.stack.configs import has_audio
 from probes.stack.dtypes import DTYPES

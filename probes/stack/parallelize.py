@@ -8,6 +8,7 @@ are not wrapped here (the dry run models them, the probe calls DeepSpeed).
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,6 @@ from unittest import mock
 
 import torch
 
-from planner.core.records import dataclass
 from planner.frameworks.exporters.several_gpus import distributed_config, tensor_refusal
 from planner.memory.trained import unused_bytes
 from planner.setup import TrainSetup

@@ -5,13 +5,12 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from probes.patching import Replacement, nothing, replaced
 from probes.stack.autocast import emulated_autocast

@@ -7,13 +7,12 @@ the optimizer's partitions. Run on the CPU with gloo and DeepSpeed 0.19.8 (stage
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from planner.core.records import dataclass
 from planner.frameworks.exporters.deepspeed import engine_config
 from planner.memory.engines.zero import zero_bucket_elements
 from planner.setup import TrainSetup

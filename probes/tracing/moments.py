@@ -3,12 +3,12 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.core.records import dataclass
 from planner.core.units import MIN_BLOCK_BYTES
 from planner.memory.profiles import GRADIENTS, LOSS_BEGINS, Group
 from probes.allocator.events import Alloc, Event, Free, Pattern, Phase, Repetition

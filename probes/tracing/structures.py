@@ -4,12 +4,11 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from planner.core.records import dataclass
 from planner.memory.profiles import MONOMIALS, Form
 from planner.options.losses import LOSSES
 from planner.setup import TrainSetup

@@ -6,12 +6,11 @@ files; `VALIDATED_WITH`: the versions that took such files.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 
-from planner.core.records import dataclass
 from planner.frameworks.exporters import prepare
 from planner.frameworks.exporters.install import too_new, versions
 from planner.frameworks.exporters.text import comments, header

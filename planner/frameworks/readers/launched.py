@@ -3,12 +3,11 @@
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
-from planner.core.records import dataclass
 from planner.frameworks.readers import common, litgpt, llamafactory, shell, swift, trl
 from planner.frameworks.readers.formats import READERS, detect
 from planner.frameworks.readers.loading import parse_yaml

@@ -1,9 +1,9 @@
 """Seconds of collectives, of a pipeline's schedule, and of the host's link."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 
-from planner.core.records import dataclass
 from planner.hardware.cluster import Cluster, Link, host_link
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.fsdp2 import sharded_dtype

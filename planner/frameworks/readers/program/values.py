@@ -7,10 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Union
-
-from planner.core.records import dataclass
 
 NAMING = (
     "inspect", "torch", "transformers", "trl", "peft", "TaskType", "IntervalStrategy", "SchedulerType",
