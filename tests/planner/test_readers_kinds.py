@@ -956,6 +956,12 @@ def test_ms_swifts_own_program_is_read_by_its_words(program: str) -> None:
     assert setup.objective == ("dpo" if "rlhf" in program else "sft")
 
 
+@pytest.mark.parametrize(("more", "packing"), [("", False), ("W+=(--packing true)\n", True)])
+def test_an_empty_array_of_a_script_has_no_words(more: str, *, packing: bool) -> None:
+    setup = read_text(f'W=()\n{more}{SWIFT}--per_device_train_batch_size 2 "${{W[@]}}" --lora_rank 4\n', "run.sh").setup
+    assert (setup.micro_batch_seqs, setup.packing, setup.lora_rank) == (2, packing, 4)
+
+
 FSDP_FILE = {"fsdp": "full_shard auto_wrap offload", "fsdp_config": {"fsdp_version": 2}}
 FSDP_RUN = {"swift_version": "4.2", "global_world_size": 2, "model": "m", "tuner_type": "full", "max_length": 64} | (
     {"vit_gradient_checkpointing": False, "freeze_vit": True, "gradient_checkpointing": True, "torch_compile": True}

@@ -507,7 +507,8 @@ def _assign(assigned: re.Match[str], line: str, variables: dict[str, str]) -> No
     """Notes a variable. What a positional parameter sets is open, unless the script gave it a value before."""
     name, value = assigned[1], assigned[2]
     if value.startswith("("):
-        text = " ".join(_expanded(_words(value[1:].rpartition(")")[0] or value[1:]), variables))
+        items, closed, _ = value[1:].rpartition(")")
+        text = " ".join(_expanded(_words(items if closed else value[1:]), variables))
     else:
         text = _filled("".join(_words(value)), variables)
     if re.fullmatch(r"\$\{?[\d@*#]\}?", text):
