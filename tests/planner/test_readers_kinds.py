@@ -241,6 +241,34 @@ def test_unsloth_evaluates_as_many_as_train(more: str, seqs: int) -> None:
     assert read_text(head + body, "train.py").eval_seqs == seqs
 
 
+@pytest.mark.parametrize(
+    ("first", "config", "expected"),
+    [
+        ("import unsloth", "SFTConfig", (4, 2, "adamw-8bit", 4)),
+        ("import trl", "SFTConfig", (8, 1, "adamw-fused", 8)),
+        ("import unsloth", "TrainingArguments", (8, 1, "adamw-fused", 8)),
+    ],
+)
+def test_unsloths_copy_of_trls_configuration_has_defaults_of_its_own(
+    first: str, config: str, expected: tuple[int, int, str, int]
+) -> None:
+    """A name imported from TRL before Unsloth is TRL's own, and transformers' TrainingArguments stay transformers'."""
+    args = f"args = {config}(eval_strategy='steps', output_dir='o')\n"
+    head = HEAD.replace("args = SFTConfig(per_device_train_batch_size=1, max_length=512)\n", args)
+    body = UNSLOTH.replace("train_dataset=ds", "train_dataset=ds, eval_dataset=ds, max_seq_length=512")
+    reading = read_text(f"{first}\n{head}{body}", "train.py")
+    setup = reading.setup
+    found = (setup.micro_batch_seqs, setup.accumulation_steps, setup.optimizer, reading.eval_seqs)
+    assert found == expected
+
+
+def test_unsloths_full_fine_tuning_takes_no_adapters() -> None:
+    body = UNSLOTH.replace("from_pretrained(NAME", "from_pretrained(NAME, full_finetuning=True")
+    assert (read_text(HEAD + UNSLOTH, "t.py").setup.method, read_text(HEAD + body, "t.py").setup.method) == (
+        "qlora", "full",
+    )  # fmt: skip
+
+
 def test_a_reward_model_may_be_built_from_a_configuration() -> None:
     head, train = (
         "from transformers import *\nfrom trl import *\n",

@@ -27,7 +27,7 @@ from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
 from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools import ASKED, FIELD_OF, TOOLS
 from planner.frameworks.tools.transformers import HANDED, SCRIPT
-from planner.frameworks.tools.unsloth import converted, own_kernels
+from planner.frameworks.tools.unsloth import OWN_DEFAULTS, converted, own_kernels
 from planner.memory.around import DEFAULT_EVAL_SEQS
 from planner.models.stored import stored_method
 from planner.models.targets import scaling_targets
@@ -85,6 +85,9 @@ def read(text: str, name: str, context: FileContext, source: Source | None = Non
     return open_conditions.settle(reading, program.open_conditions, lambda way: taken(way, **as_it_is)[1])
 
 
+_UNSLOTH_OR_TRL = re.compile(r"^\s*(?:from|import)\s+(unsloth|trl)\b", re.MULTILINE)
+
+
 def _has_trainer(objective: Objective) -> bool:
     return not objective.supervised and "trl" in objective.targets
 
@@ -108,6 +111,8 @@ class _Script:
             or _has_trainer(self.objective_spec)
         )
         self.arguments = self.settings(training_run.arguments)
+        if self.unsloth:
+            self._take_unsloths_defaults()
         self.missing = self.arguments.missing
         # Old TRL took some settings on the trainer itself.
         outer = self.settings(self.training_run.trainer)
@@ -122,6 +127,20 @@ class _Script:
         self.lora = self.settings(training_run.adapter)
         self.arguments.blocks |= {"loader": self.loader, "quantization": self.bnb, "adapter": self.lora}
         self._settle_versions()
+
+    def _take_unsloths_defaults(self) -> None:
+        """Puts the values in that Unsloth's copy of TRL's configuration has where nothing says others; a name that a
+        program imports from TRL before Unsloth is TRL's own."""
+        made, arguments = self.training_run.arguments, self.arguments
+        imported_first = _UNSLOTH_OR_TRL.search(self.source.text)
+        of_trl = imported_first is not None and imported_first[1] == "trl"
+        if arguments.more or (made is not None and (of_trl or not made.name.endswith("Config"))):
+            return
+        absent = {key: value for key, value in OWN_DEFAULTS.items() if not arguments.has(key)}
+        for key, value in absent.items():
+            if FIELD_OF.get(key):
+                arguments.assume(f"{key} absent: {value}, Unsloth's default")
+        arguments.values = {**arguments.values, **absent}
 
     def settings(self, made: Value | None) -> Settings:
         return training.settings(made, self.name, self.outside)
@@ -314,6 +333,9 @@ class _Script:
     def _adapted(self) -> bool:
         """Whether there are adapters, with what of them has to be asked for."""
         adapter, continued = self.training_run.adapter, self.training_run.continued
+        if adapter is not None and self.unsloth and self.loader.flag("full_finetuning", False):
+            self.arguments.assume("full_finetuning: get_peft_model adds no adapters to such a model")
+            return False  # unsloth 2026.8 `models/vision.py`, `models/llama.py` get_peft_model
         if isinstance(adapter, Unknown):
             self.missing["method"] = adapter.reason
             return True

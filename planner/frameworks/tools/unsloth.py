@@ -55,6 +55,19 @@ EXPERTS_IN_4_BITS = frozenset({"gpt_oss"})
 NOT_IN_THEM = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
+OWN_DEFAULTS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "optim": "adamw_8bit",
+    "per_device_eval_batch_size": 4,
+    "eval_accumulation_steps": 2,
+}
+"""What Unsloth's copies of TRL's configurations (not transformers' TrainingArguments) say by themselves.
+
+Source: unsloth@015bdef0 `models/rl.py` _patch_trl_rl_trainers (replacements).
+"""
+
+
 def converted(fields: Mapping[str, Any], model: ModelSpec | None) -> tuple[dict[str, Any], str]:
     """A method's fields where Unsloth loads a 4-bit conversion of its own in place of the published weights, and what
     to say of it, "" where it loads none: experts are in NF4 too, and their matrices (gate_up_projs.0, down_projs.0)
