@@ -990,6 +990,13 @@ def test_an_empty_array_of_a_script_has_no_words(more: str, *, packing: bool) ->
     assert (setup.micro_batch_seqs, setup.packing, setup.lora_rank) == (2, packing, 4)
 
 
+@pytest.mark.parametrize("stamp", ["now", "$(date +%s)", "$( date '+%F-%H' )"])
+def test_a_config_that_a_script_writes_is_found_by_its_whole_path(stamp: str) -> None:
+    script = f"T={stamp}\nC=/data/configs/run-$T.yml\ncat > ${{C}} <<EOF\n{AXOLOTL}EOF\naxolotl train ${{C}}\n"
+    config = read_text(script, "run.sh")
+    assert (config.model_id, config.setup.lora_rank) == ("Qwen/Qwen3-0.6B", 8)
+
+
 FSDP_FILE = {"fsdp": "full_shard auto_wrap offload", "fsdp_config": {"fsdp_version": 2}}
 FSDP_RUN = {"swift_version": "4.2", "global_world_size": 2, "model": "m", "tuner_type": "full", "max_length": 64} | (
     {"vit_gradient_checkpointing": False, "freeze_vit": True, "gradient_checkpointing": True, "torch_compile": True}

@@ -387,7 +387,8 @@ def _commands(lines: Iterable[str], variables: dict[str, str], script: Script) -
             number, _, path = line.removeprefix(MARK).partition(" ")  # a file that the script writes
             text, filled = script.documents[int(number)]
             text = _filled(text, variables) if filled else text
-            script.files |= {os.path.normpath(of): text for of in (_filled(path, variables), path.rpartition("/")[2])}
+            path = os.path.normpath(_filled(path, variables))
+            script.files |= dict.fromkeys((path, path.rpartition("/")[2]), text)
             continue
         if line.startswith(DEFINED):
             name, body = script.bodies[int(line.removeprefix(DEFINED))]

@@ -72,7 +72,7 @@ class FileContext:
     def read_by_suffix(self, path: str) -> str | None:
         """As `read_relative`, by the end of the path where another machine, or only the shell, knows its beginning."""
         parts = path.split("/")
-        if not path.startswith("/") and "$" not in path:
+        if (not path.startswith("/") and "$" not in path) or path in self.written:
             return self.read_relative(path)
         ends = ("/".join(parts[start:]) for start in range(1, len(parts)))
         return next(
