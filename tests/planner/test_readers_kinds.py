@@ -997,6 +997,21 @@ def test_a_config_that_a_script_writes_is_found_by_its_whole_path(stamp: str) ->
     assert (config.model_id, config.setup.lora_rank) == ("Qwen/Qwen3-0.6B", 8)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "trl sft --model_name_or_path Qwen/Qwen3-0.6B --max_length 64 --no_gradient_checkpointing",
+        "trl sft --config sft.yaml --no_gradient_checkpointing",
+        "axolotl train ax.yaml --no-gradient-checkpointing",
+    ],
+)
+def test_a_switch_that_a_command_line_turns_off_is_off(command: str, tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: Qwen/Qwen3-0.6B\nmax_length: 64\n")
+    (tmp_path / "ax.yaml").write_text(AXOLOTL + "gradient_checkpointing: true\n")
+    (tmp_path / "run.sh").write_text(command + "\n")
+    assert read_config(tmp_path / "run.sh").setup.checkpointing == 0
+
+
 FSDP_FILE = {"fsdp": "full_shard auto_wrap offload", "fsdp_config": {"fsdp_version": 2}}
 FSDP_RUN = {"swift_version": "4.2", "global_world_size": 2, "model": "m", "tuner_type": "full", "max_length": 64} | (
     {"vit_gradient_checkpointing": False, "freeze_vit": True, "gradient_checkpointing": True, "torch_compile": True}

@@ -117,7 +117,7 @@ def with_words(values: dict[str, Any], kind: str, words: Sequence[str]) -> dict[
     """A tool's settings with those on top that its command line says behind the file's name."""
     overrides: dict[str, Any] = {}
     if kind in OF_FLAGS:
-        overrides = dict(shell.flags(tuple(words)))
+        overrides = versions.of_words(shell.flags(tuple(words)), kind)
     elif kind == llamafactory.FORMAT:
         overrides = dict(word.split("=", 1) for word in words if "=" in word and word[:1] != "-")
     accepted = {*versions.snapshot().get(kind, {}).get("fields", ()), *(TOOLS[kind].names if kind in TOOLS else ())}

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
-from planner.frameworks.readers import common, litgpt, llamafactory, shell, swift, trl
+from planner.frameworks.readers import common, litgpt, llamafactory, shell, swift, trl, versions
 from planner.frameworks.readers.formats import READERS, detect
 from planner.frameworks.readers.loading import parse_yaml
 from planner.frameworks.readers.program.source import environment_word
@@ -220,6 +220,7 @@ class Launches:
         return self._of_given(command, kind, around, {**shell.flags(command.arguments), **(extra or {})})
 
     def _of_given(self, command: shell.Command, kind: str, around: FileContext, given: Mapping[str, Any]) -> ReadConfig:
+        given = versions.of_words(given, kind)
         opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
         resolved = {key: value for key, value in given.items() if key not in opened}
         reading = _launched(lambda inside: READERS[kind](Settings(resolved, self.name, inside)), command, around)

@@ -323,6 +323,19 @@ def accepted(tool: str) -> frozenset[str]:
     return known_settings(tool).union(snapshot()[tool].get("beside", ()), of_transformers)
 
 
+def of_words(given: Mapping[str, Any], tool: str) -> dict[str, Any]:
+    """A tool's settings of the words of its command line: `--no_name` switches off what is on by itself.
+
+    Source: transformers 5.23 `hf_argparser.py` _parse_dataclass_field; Axolotl 0.21 `cli/utils/args.py`.
+    """
+    known = accepted(tool if tool in snapshot() else "transformers")
+    settings: dict[str, Any] = {}
+    for key, value in given.items():
+        off = value is True and key not in known and key.removeprefix("no_") in known
+        settings[key.removeprefix("no_") if off else key] = False if off else value
+    return settings
+
+
 def blocks(tool: str) -> dict[str, list[str]]:
     """Block of a tool's file ("": the file itself) -> its settings."""
     by_block: dict[str, list[str]] = snapshot()[tool]["blocks"]
