@@ -66,7 +66,7 @@ def never_runs(peak_bytes: int, budget_bytes: int) -> bool:
 
 def stopped(corrections: Mapping[CorrectionKey, float], setup: TrainSetup) -> bool:
     """Whether a setup has what stopped another one's step."""
-    return any((name,) in corrections and has(setup) for name, (has, _) in CAUSES.items())
+    return any(has(setup) for name, (has, _) in CAUSES.items() if (name,) in corrections)
 
 
 def _cause(setup: TrainSetup, dry_run: DryRun) -> CorrectionKey:

@@ -553,9 +553,10 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
         is dropped), `modeling_flash_attention_utils.py` `_upad_input`, `_pad_input`; accelerate 1.15 `big_modeling.py`
         _attach_context_parallel_hooks, DeepSpeed 0.19 `ulysses_sp.py` uattn_wrapper (attention_mask = None).
         """
+        if not self.uneven or self.packing or self.attention not in ("sdpa", "flash-attention-2"):
+            return False
         of_class = not self.trainer.own_models and self.stack != "unsloth"
-        padded = self.uneven and self.attention in ("sdpa", "flash-attention-2") and not self.packing
-        return padded and of_class and self.micro_batch_seqs * self.seqs_per_sample > 1 and self.context_degree == 1
+        return of_class and self.micro_batch_seqs * self.seqs_per_sample > 1 and self.context_degree == 1
 
     @property
     def repeats_keys(self) -> bool:

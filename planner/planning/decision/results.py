@@ -148,7 +148,7 @@ def near_fastest(
     worth = [point.tokens_per_s * (1 - prices.get(point.attention, 0.0)) for point in points]
     if padding is not None:
         fastest = 0.0
-        for index in sorted(range(len(points)), key=lambda index: -worth[index]):
+        for index in sorted(range(len(points)), key=worth.__getitem__, reverse=True):
             if worth[index] < fastest * (1 - fraction):
                 break
             worth[index] *= padding.kept_fraction(points[index])
