@@ -27,6 +27,7 @@ _WRITTEN_AS: dict[str, Schema] = {
     "trained_layers": {"type": ["string", "array", "integer", "null"]},
     "rollout": {"type": ["object", "null"]},
     "images": {"type": ["object", "null"]},
+    "zero_buffers": {"type": ["object", "null"]},
 }
 """Fields of a setup that the interchange form writes otherwise than their types say (`planner.setup.interchange`)."""
 

@@ -95,6 +95,7 @@ FIXED: dict[str, str] = {
     ),
     "use_cache": "off, as every launch file sets it",
     "fsdp_version": "2, as every launch file sets it: 1 is what other people's runs may have",
+    "zero_buffers": "as every launch file sizes them",
     "sync_each_batch": "on, as every launch file sets it: the Trainer by itself keeps whole gradients",
 }
 

@@ -156,7 +156,7 @@ def _layouts(setup: TrainSetup) -> list[Tried]:
     if setup.data_degree < 2 or setup.data_degree != setup.num_gpus:
         return []
     plain: dict[str, object] = {"shard_degree": 0, "reshard_after_forward": True, "sync_each_batch": True}
-    plain |= {"offload": "none"}
+    plain |= {"offload": "none", "zero_buffers": None}
     labels = {"ddp": "DDP (no sharding)", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
     offloads, can = setup.offload != "none", setup.parallel in ("fsdp2", "zero3")
     cut = not setup.sync_each_batch and setup.accumulation_steps > 1

@@ -33,6 +33,7 @@ LATER_FIELDS = (
     "frozen_encoder",
     "linear_attention",
     "uneven",
+    "zero_buffers",
     *OF_OTHERS,
     *AROUND_FIELDS,
 )
@@ -57,6 +58,7 @@ class TrainSetup(SetupValues):
             "reentrant_checkpointing": False,
             "fsdp_version": 2,
             "sync_each_batch": True,
+            "zero_buffers": None,
             **{name: DEFAULTS[name] for name in OF_OTHERS},
         }
         if target not in STACKS or all(getattr(self, name) == value for name, value in around.items()):

@@ -15,11 +15,13 @@ from planner.options.objectives import OBJECTIVES
 from planner.options.rollouts import Rollout
 from planner.options.stacks import DEFAULT as DEFAULT_STACK
 from planner.options.stacks import STACKS
+from planner.options.zero_buffers import ZeroBuffers
 from planner.setup import AROUND_FIELDS, DEFAULTS, FIELDS, LATER_FIELDS, LAYOUT_FIELDS, TrainSetup
 
 SCHEMA_VERSION = 1
 
 _ALWAYS = tuple(name for name in FIELDS if name not in (*LAYOUT_FIELDS, *LATER_FIELDS))
+_OBJECTS: Mapping[str, Any] = {"images": Images, "zero_buffers": ZeroBuffers}
 _LISTS = ("lora_targets", "modules_to_save", "trained_layers")
 _SWITCHES = tuple(name for name, default in DEFAULTS.items() if isinstance(default, bool))
 
@@ -35,7 +37,7 @@ def setup_to_dict(setup: TrainSetup) -> dict[str, Any]:
     for name in _LISTS:
         if isinstance(values.get(name), tuple):
             values[name] = list(values[name])
-    for name in ("rollout", "images"):
+    for name in ("rollout", *_OBJECTS):
         if name in values:
             values[name] = values[name].values
     return values
@@ -91,8 +93,9 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
     if clean.get("rollout") is not None:
         length = clean.get("seq_len_tokens", DEFAULTS["seq_len_tokens"])
         clean["rollout"] = Rollout.read(clean["rollout"], length if isinstance(length, int) else 2)
-    if clean.get("images") is not None:
-        clean["images"] = Images.read(clean["images"])
+    for name, record in _OBJECTS.items():
+        if clean.get(name) is not None:
+            clean[name] = record.read(clean[name])
     _check_types(clean)
     setup = TrainSetup(**clean)
     if setup.cached_seqs > setup.micro_batch_seqs:  # branches of a walk have no micro-batch yet
@@ -105,7 +108,7 @@ def setup_from_dict(values: Mapping[str, Any]) -> TrainSetup:
 
 def _check_types(clean: Mapping[str, Any]) -> None:
     for name, value in clean.items():
-        if name in ("rollout", "images"):
+        if name in ("rollout", *_OBJECTS):
             continue
         if name in _LISTS and isinstance(value, (tuple, str)):
             continue  # TrainSetup looks at the names

@@ -16,6 +16,7 @@ from planner.options.precisions import PRECISIONS
 from planner.options.rollouts import Rollout
 from planner.options.stacks import DEFAULT as _DEFAULT_STACK
 from planner.options.stacks import STACKS, Stack
+from planner.options.zero_buffers import ZeroBuffers
 
 # No slots: `TrainSetup.replace_trusted` copies a dictionary, thousands a plan.
 
@@ -85,6 +86,8 @@ class Sharding:
     sync_each_batch: bool = True
     """FSDP2 cuts the gradients of every micro-batch, as every launch file asks; else those of the whole model wait on
     every GPU for the step's last one, as transformers' Trainer has it by itself."""
+    zero_buffers: ZeroBuffers | None = None
+    """DeepSpeed's buffers as a configuration of its says them; None: as a plan's own files size them."""
 
 
 @dataclass(frozen=True, kw_only=True)

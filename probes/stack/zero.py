@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from planner.frameworks.exporters.deepspeed import engine_config
-from planner.memory.engines.zero import zero_bucket_elements
+from planner.memory.engines.zero import own_buffers
 from planner.setup import TrainSetup
 from probes.stack.batch import Batch
 from probes.stack.build import build_model, compute_buffers, random_parameter
@@ -38,7 +38,7 @@ def num_trained(config: Mapping[str, Any], setup: TrainSetup, attention: str | N
 
 def zero_config(setup: TrainSetup, trained: int) -> dict[str, Any]:
     """DeepSpeed's configuration: the launch file's, for an optimizer that the probe makes itself."""
-    settings = engine_config(setup, bucket_elements=zero_bucket_elements(trained), max_grad_norm=MAX_GRAD_NORM)
+    settings = engine_config(setup, own_buffers(trained), max_grad_norm=MAX_GRAD_NORM)
     return {**settings, "zero_allow_untested_optimizer": True}
 
 

@@ -8,6 +8,7 @@ import pytest
 from planner.core.units import GIB
 from planner.frameworks.readers import FileContext, ReadConfig, read_text
 from planner.memory.states import loading_refusal
+from planner.options.zero_buffers import AUTO, ZeroBuffers
 from planner.setup import TrainSetup
 from tests.planner.helpers import loaded
 
@@ -39,6 +40,14 @@ CASES = {
     "its version too": (
         "fsdp_config: {version: 2, offload_params: true}\n",
         {"fsdp_version": 2, "offload": "parameters"},
+    ),
+    "ZeRO-2's own bucket, twice": (
+        "deepspeed: {zero_optimization: {stage: 2, overlap_comm: true, reduce_bucket_size: 2e8}}\n",
+        {"zero_buffers": ZeroBuffers(reduce_bucket_elements=200_000_000, overlaps=True)},
+    ),
+    "ZeRO-3's sizes by the model": (
+        "deepspeed: {zero_optimization: {stage: 3, reduce_bucket_size: auto, sub_group_size: 0}}\n",
+        {"zero_buffers": ZeroBuffers(reduce_bucket_elements=AUTO, sub_group_elements=0)},
     ),
     "ZeRO-2's parameters stay": (
         "deepspeed: {zero_optimization: {stage: 2, offload_param: {device: cpu}}}\n",

@@ -11,6 +11,7 @@ from planner.frameworks.exporters.several_gpus import sharding_refusal, split_re
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.memory.states import part_trained
 from planner.models.spec import ModelSpec
+from planner.options.zero_buffers import ZeroBuffers
 from planner.setup import TrainSetup
 
 TARGET = "deepspeed"
@@ -46,30 +47,28 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
 
 def config(request: ExportRequest) -> dict[str, object]:
     """The configuration as data. JSON has no comments: what a reader must know stands in the launch notes."""
-    from planner.memory.engines.zero import ZERO_BUCKET_ELEMENTS, zero_bucket_elements  # late: a plan writes none
+    from planner.memory.engines.zero import own_buffers  # late: a plan writes none
 
-    bucket = ZERO_BUCKET_ELEMENTS
+    buffers = ZeroBuffers()
     if request.model is not None:
-        bucket = zero_bucket_elements(part_trained(request.model, request.setup).num)
-    return engine_config(request.setup, bucket_elements=bucket, max_grad_norm=request.hyper.max_grad_norm)
+        buffers = own_buffers(part_trained(request.model, request.setup).num)
+    return engine_config(request.setup, buffers, max_grad_norm=request.hyper.max_grad_norm)
 
 
-def engine_config(setup: TrainSetup, *, bucket_elements: int, max_grad_norm: float) -> dict[str, Any]:
+def engine_config(setup: TrainSetup, buffers: ZeroBuffers, *, max_grad_norm: float) -> dict[str, Any]:
     """What DeepSpeed's engine is told, by the launch file and by the probe of the same setup alike."""
-    from planner.memory.engines.zero import ZERO3_PERSISTENT_ELEMENTS, ZERO3_PREFETCH_ELEMENTS
-
     stage = STAGES[setup.parallel]
     zero: dict[str, object] = {
         "stage": stage,
         "overlap_comm": stage == 3,  # on in stages 1 and 2 it would double the bucket
         "contiguous_gradients": True,
-        "reduce_bucket_size": bucket_elements,
+        "reduce_bucket_size": buffers.reduce_bucket_elements,
     }
     if stage < 3:
-        zero["allgather_bucket_size"] = bucket_elements
+        zero["allgather_bucket_size"] = buffers.reduce_bucket_elements
     else:
-        zero["stage3_prefetch_bucket_size"] = ZERO3_PREFETCH_ELEMENTS
-        zero["stage3_param_persistence_threshold"] = ZERO3_PERSISTENT_ELEMENTS
+        zero["stage3_prefetch_bucket_size"] = buffers.prefetch_elements
+        zero["stage3_param_persistence_threshold"] = buffers.persistent_elements
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if setup.offload != "none":
         zero["offload_optimizer"] = HOST

@@ -14,6 +14,7 @@ from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.others import ACCELERATE, DEEPSPEED
 from planner.options.layouts import SHARDED, ZERO
+from planner.options.zero_buffers import AUTO, KEYS, SHIPPED, ZeroBuffers
 from planner.setup import LAYOUT_FIELDS, TrainSetup
 
 PLANNED_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
@@ -31,7 +32,7 @@ def parallel_of(settings: Settings, layout: Layout, num_gpus: int = 0) -> dict[s
         if parallel != "none":
             settings.assume(f"{parallel} is counted over one GPU, where it shards nothing (say how many with --gpus)")
         if parallel in ZERO or (parallel in SHARDED and offload != "none"):
-            return {"num_gpus": 1, "parallel": parallel, "offload": offload}
+            return {"num_gpus": 1, "parallel": parallel, "offload": offload, "zero_buffers": layout.get("zero_buffers")}
         return {"num_gpus": 1, "parallel": "none"}
     degrees = {name: layout.get(name, 1) for name in ("tensor_degree", "pipeline_degree")}
     split = degrees["tensor_degree"] * degrees["pipeline_degree"]
@@ -215,11 +216,14 @@ def zero_stage(settings: Settings, value: Any) -> Layout:
         name = Path(value).name
         stage = int(named[1])
         settings.assume(f"deepspeed {name} is not at hand: its name says ZeRO stage {stage}")
-        if "offload" in name.lower() and stage:
-            return {"parallel": f"zero{stage}", "offload": "parameters" if stage == 3 else "optimizer"}
-        if stage and not _SHIPPED.fullmatch(name):
+        if not stage:
+            return {"parallel": "none"}
+        layout: Layout = {"parallel": f"zero{stage}", "zero_buffers": SHIPPED[f"zero{stage}"]}
+        if "offload" in name.lower():
+            return layout | {"offload": "parameters" if stage == 3 else "optimizer"}
+        if not _SHIPPED.fullmatch(name):
             settings.ask("offload", f": deepspeed {name} is not at hand, and its name does not say what it offloads")
-        return {"parallel": f"zero{stage}" if stage else "none"}
+        return layout
     for field in ("parallel", "offload"):
         settings.ask(field, f": the deepspeed config {value!r:.80} is not beside it")
     return {}
@@ -234,7 +238,8 @@ def stage_of(settings: Settings, values: Mapping[str, Any]) -> Layout:
     zero = values.get("zero_optimization") or {}
     if not isinstance(zero, dict):
         raise settings.error("zero_optimization", "a block of settings", zero)
-    stage = Settings(zero, f"{settings.name}: zero_optimization").integer("stage", 0)
+    inside = Settings(zero, f"{settings.name}: zero_optimization")
+    stage = inside.integer("stage", 0)
     if stage > 3:
         raise settings.error("zero_optimization.stage", "0 to 3", stage)
     expert_parallel = values.get("expert_parallel")
@@ -248,9 +253,20 @@ def stage_of(settings: Settings, values: Mapping[str, Any]) -> Layout:
         device = block.get("device", "none") if isinstance(block, dict) else "none"
         devices[key] = "cpu" if zero.get(old) is True else str(device or "none")
     layout = zero_layout(settings, stage, optimizer=devices["offload_optimizer"], parameters=devices["offload_param"])
+    if stage:
+        layout["zero_buffers"] = _zero_buffers(inside)
     cut = values.get("tensor_parallel")
     inner = Settings(cut if isinstance(cut, dict) else {}, f"{settings.name}: tensor_parallel")
     return with_autotp(settings, layout, inner.integer("autotp_size", 0))
+
+
+def _zero_buffers(block: Settings) -> ZeroBuffers:
+    stated: dict[str, Any] = {"overlaps": block.raw("overlap_comm") is True}
+    for name, keys in KEYS.items():
+        key = block.first(*keys)
+        if block.raw(key) is not None:
+            stated[name] = AUTO if block.raw(key) == "auto" else block.integer(key, 0)
+    return ZeroBuffers(**stated)
 
 
 def with_autotp(settings: Settings, layout: Layout, degree: int) -> Layout:
@@ -276,7 +292,7 @@ def zero_layout(settings: Settings, stage: int, *, optimizer: str, parameters: s
         return {"parallel": "none"}
     if "nvme" in (optimizer, parameters):
         settings.approximate("offloading to NVMe is counted as offloading to the host's memory")
-    layout: Layout = {"parallel": f"zero{stage}"}
+    layout: Layout = {"parallel": f"zero{stage}", "zero_buffers": ZeroBuffers()}
     if parameters != "none" and stage < 3:
         settings.assume(f"parameters stay on the GPU: DeepSpeed offloads them only in stage 3, not in stage {stage}")
     if parameters != "none" and stage == 3:

@@ -199,7 +199,7 @@ def canonical(setup: TrainSetup) -> TrainSetup:
     what is decided by what is installed.
     """
     plain = TrainSetup()
-    setup = setup.replace(linear_attention=plain.linear_attention)
+    setup = setup.replace(linear_attention=plain.linear_attention, zero_buffers=plain.zero_buffers)
     if setup.accumulation_steps == 1:
         setup = setup.replace(sync_each_batch=plain.sync_each_batch)
     if setup.method == "full":

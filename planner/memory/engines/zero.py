@@ -1,5 +1,6 @@
 """DeepSpeed's ZeRO: what a rank holds under stages 1 to 3, with and without offloading."""
 
+from dataclasses import replace
 from typing import final
 
 from planner.core.shipped import model_types
@@ -25,18 +26,8 @@ from planner.memory.states import (
 from planner.memory.trained import Trained
 from planner.models.spec import ModelSpec
 from planner.options.optimizers import OPTIMIZERS
+from planner.options.zero_buffers import ZeroBuffers
 from planner.setup import TrainSetup
-
-ZERO_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's `reduce_bucket_size`. Source: DeepSpeed 0.19 `runtime/zero/config.py`."""
-ZERO3_PREFETCH_ELEMENTS = 50_000_000
-"""`stage3_prefetch_bucket_size`. Source: as above."""
-ZERO3_PERSISTENT_ELEMENTS = 100_000
-"""`stage3_param_persistence_threshold`: smaller parameters stay gathered. Source: as above."""
-ZERO3_LIVE_ELEMENTS = 1_000_000_000
-"""`stage3_max_live_parameters`: nothing is gathered ahead beyond so many whole elements. Source: as above."""
-ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
-"""`sub_group_size`: elements whose optimizer step runs at once. Source: as above."""
 
 ZERO3_LEAVES = model_types("zero3_leaves")
 """Model types whose expert blocks are gathered, and whose gradients wait, as one. Source: DeepSpeed's
@@ -45,14 +36,21 @@ NORM_CHUNK_ELEMENTS = 250_000_000
 """Elements of which ZeRO-3 takes a norm at once. Source: DeepSpeed 0.19 `stage3.py` `_constant_buffered_norm2`."""
 
 
-def zero_bucket_elements(num_trained: int) -> int:
-    """Elements of DeepSpeed's reduce bucket that the plan assumes and launch files write.
+def own_buffers(num_trained: int) -> ZeroBuffers:
+    """DeepSpeed's buffers as a plan assumes them and its launch files write them.
 
-    The buffer is allocated whole whatever is trained, so a small adapter gets a bucket of its own size.
+    The reduce bucket is allocated whole whatever is trained, so a small adapter gets one of its own size.
 
     Source: DeepSpeed 0.19 `stage_1_and_2.py` setup_buckets, `stage3.py` __init__.
     """
-    return max(1, min(ZERO_BUCKET_ELEMENTS, num_trained))
+    usual = ZeroBuffers()
+    return replace(usual, reduce_bucket_elements=max(1, min(usual.reduce_bucket_elements, num_trained)))
+
+
+def _buffers(setup: TrainSetup, model: ModelSpec, trained: Trained) -> ZeroBuffers:
+    """Those of the configuration that a setup was read with, else a plan's own."""
+    read = setup.zero_buffers
+    return own_buffers(trained.num) if read is None else read.filled_in(model.hidden_size)
 
 
 class _Zero(Engine):
@@ -173,7 +171,9 @@ def _bucketed(
     model: ModelSpec, setup: TrainSetup, inner: TrainSetup, trained: Trained, local: Trained, accumulated: bool
 ) -> list[Allocation]:
     shards, size, offloaded = setup.shards, SIZE_BYTES[trained.dtype], setup.offload != "none"
-    bucket = size * zero_bucket_elements(trained.num)
+    buffers = _buffers(setup, model, trained)
+    bucket = size * min(buffers.reduce_bucket_elements, trained.num)  # as far as gradients fill it
+    buckets = size * buffers.reduce_bucket_elements * (2 if buffers.overlaps else 1)
     # the gradient partition takes the whole of every parameter that it touches: on the first rank a whole table
     partition = size * max(local.num, trained.embeddings)
     # this rank's part is made after the first full bucket: with a single one, when its flattened copy is gone
@@ -183,13 +183,13 @@ def _bucketed(
         whole = whole_gradients(model, inner, trained, accumulated)
         allocations = [allocation for allocation in whole if allocation.moments != ("step",)]
         buffer = (*COMPUTE, "end") if accumulated else BACKWARD
-        allocations.append(gradient_allocation("ZeRO's reduce bucket", bucket, *buffer))
+        allocations.append(gradient_allocation("ZeRO's reduce bucket", buckets, *buffer))
         # gradients move through the bucket: its flattened copy, and then this rank's part, take the place they leave
         late = 0 if offloaded else late
         return [*allocations, gradient_allocation(f"gradients / {shards}", late, "end")]
     matrix = _stacks(model)[2]
     allocations = [
-        gradient_allocation("ZeRO's reduce bucket", bucket, *BACKWARD),
+        gradient_allocation("ZeRO's reduce bucket", buckets, *BACKWARD),
         *_gradients_and_copy(model, inner, trained, bucket, matrix, "flattened bucket on its way"),
         gradient_allocation(f"gradients / {shards}", 0 if offloaded else late, "last", "end"),
     ]
@@ -216,18 +216,21 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     """
     size, model = SIZE_BYTES[trained.dtype], part.model
     local = _flat(trained, setup.shards)
-    stepped = min(ZERO3_SUB_GROUP_ELEMENTS, local.num)
+    buffers, (_, block_stacks, largest) = _buffers(setup, model, trained), _stacks(model)
+    # a sub-group ends with the parameter that fills it
+    stepped = min(max(buffers.sub_group_elements, -(-trained.largest // setup.shards)), local.num)
     allocations, host = _cut(part, setup, inner, trained, local, stepped)
-    bucket = size * zero_bucket_elements(trained.num)
-    _, block_stacks, largest = _stacks(model)
+    bucket = size * min(buffers.reduce_bucket_elements, trained.num)
     waiting = max(largest, block_stacks) if model.model_type in ZERO3_LEAVES else largest
     copy = "reduce-scatter's copy of the bucket"
-    allocations.append(gradient_allocation("ZeRO's reduce bucket", bucket))
+    allocations.append(gradient_allocation("ZeRO's reduce bucket", size * buffers.reduce_bucket_elements))
     allocations += _gradients_and_copy(model, inner, trained, bucket, waiting, copy)
     layer = gathered_groups(model, inner, 1).layer
-    loss_forward, reference_forward = _reference_bytes(model, inner) if setup.asks_reference else (0, 0)
-    allocations += _gathered(model, inner, max(layer, layer * (model.num_layers - _blocks_per_bucket(model, trained))))
-    allocations.append(weight_allocation("weights that stay gathered", persistent_bytes(model, inner)))
+    loss_forward, reference_forward = _reference_bytes(model, inner, buffers) if setup.asks_reference else (0, 0)
+    waiting_layers = model.num_layers - _blocks_per_bucket(model, trained, bucket)
+    allocations += _gathered(model, inner, buffers, max(layer, layer * waiting_layers))
+    persistent = persistent_bytes(model, inner, buffers.persistent_elements)
+    allocations.append(weight_allocation("weights that stay gathered", persistent))
     return rank_state(
         part,
         inner,
@@ -284,27 +287,25 @@ def _norm(elements: int) -> Allocation:
     return gradient_allocation("gradient in fp64 for its norm", 8 * elements, "end")
 
 
-def persistent_bytes(model: ModelSpec, setup: TrainSetup) -> int:
-    """Bytes of the parameters that ZeRO-3 keeps gathered: those below its persistence threshold."""
+def persistent_bytes(model: ModelSpec, setup: TrainSetup, threshold: int) -> int:
+    """Bytes of the parameters that ZeRO-3 keeps gathered: those with fewer elements than its persistence threshold."""
     size = SIZE_BYTES[setup.weight_dtype]
     elements = 0
     for layer, num in model.layer_counts:
-        elements += num * sum(norm.num_params for norm in layer.norms if norm.size < ZERO3_PERSISTENT_ELEMENTS)
-        elements += num * sum(
-            linear.num_bias for linear in layer.linears if linear.out_features < ZERO3_PERSISTENT_ELEMENTS
-        )
+        elements += num * sum(norm.num_params for norm in layer.norms if norm.size < threshold)
+        elements += num * sum(linear.num_bias for linear in layer.linears if linear.out_features < threshold)
     elements += sum(norm.num_params for norm in model.outer_norms)
     if setup.method != "full":
         for _, num, linears in adapted(model, setup):
             for linear in linears:
                 rank = setup.lora_rank
                 for side in (linear.in_features, linear.out_features):
-                    if rank * side < ZERO3_PERSISTENT_ELEMENTS:
+                    if rank * side < threshold:
                         elements += num * linear.num * rank * side
     return size * elements
 
 
-def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Allocation]:
+def _gathered(model: ModelSpec, inner: TrainSetup, buffers: ZeroBuffers, late: int) -> list[Allocation]:
     """What is gathered at every moment: see `zero3`.
 
     Args:
@@ -318,8 +319,8 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Allocation
     stacks, block_stacks, largest = _stacks(model)
     size = 1 if inner.quantized and not stacks else half  # of most elements: packed ones are bytes, stacks stay 16-bit
     over = size * largest // 2  # the tensor that crosses the limit, on average
-    live = size * ZERO3_LIVE_ELEMENTS
-    ahead = min(size * ZERO3_PREFETCH_ELEMENTS, everything)
+    live = size * buffers.live_elements
+    ahead = min(size * min(buffers.prefetch_elements, buffers.live_elements), everything)
     # what views keep until their backward: no forward without a graph; stacks unless adapters make new ones of them
     viewed = groups.layers - half * stacks if inner.quantized else 0
     if inner.reentrant_checkpointing and inner.checkpointing == 1:
@@ -351,7 +352,7 @@ def _gathered(model: ModelSpec, inner: TrainSetup, late: int) -> list[Allocation
     ]
 
 
-def _reference_bytes(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:
+def _reference_bytes(model: ModelSpec, inner: TrainSetup, buffers: ZeroBuffers) -> tuple[int, int]:
     """(bytes gathered beside a reference's loss, beside its layers), beyond what the policy has gathered at its loss. A
     copy has an engine and a limit of its own, and nothing of it is used again: what it gathered is freed as it goes.
 
@@ -362,8 +363,8 @@ def _reference_bytes(model: ModelSpec, inner: TrainSetup) -> tuple[int, int]:
     groups = gathered_groups(model, inner, 1)
     half = SIZE_BYTES[inner.weight_dtype]
     everything = groups.layers + groups.embedding + groups.tail
-    live = min(everything, half * (ZERO3_LIVE_ELEMENTS + _stacks(model)[2] // 2))
-    ahead = min(half * ZERO3_PREFETCH_ELEMENTS, everything)
+    live = min(everything, half * (buffers.live_elements + _stacks(model)[2] // 2))
+    ahead = min(half * min(buffers.prefetch_elements, buffers.live_elements), everything)
     if inner.copies_reference:
         return max(live, groups.tail), live + ahead
     return 0, ahead
@@ -388,9 +389,9 @@ EARLY_BUCKET = 4
 """A bucket that is full within a quarter of the blocks counts as full at the backward's first block."""
 
 
-def _blocks_per_bucket(model: ModelSpec, trained: Trained) -> int:
+def _blocks_per_bucket(model: ModelSpec, trained: Trained, bucket_bytes: int) -> int:
     """After how many blocks of the backward a bucket is full and copied; all of them where everything fits."""
-    bucket = zero_bucket_elements(trained.num)
+    bucket = bucket_bytes // SIZE_BYTES[trained.dtype]
     if bucket >= trained.num:
         return model.num_layers
     blocks = trained.num - trained.head - trained.embeddings
@@ -413,7 +414,7 @@ def _gradients_and_copy(
     waiting = trained.embeddings if model.tied else 0
     halves = 1 + int(model.tied) + int(halves_stay_apart(model, inner))
     matrix = min(matrix, trained.num)
-    blocks = _blocks_per_bucket(model, trained)
+    blocks = _blocks_per_bucket(model, trained, bucket)
     # a gradient larger than the bucket is reduced where it lies, and what stood in the bucket before it is little
     copy = 0 if single or size * matrix > bucket else bucket
     end = size * halves * trained.embeddings

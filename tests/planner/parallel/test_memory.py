@@ -11,7 +11,7 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import padded
 from planner.memory.engines import engine_of
 from planner.memory.engines.host import host_bytes_per_node
-from planner.memory.engines.zero import ZERO_BUCKET_ELEMENTS, zero_bucket_elements
+from planner.memory.engines.zero import own_buffers
 from planner.memory.model import predict_memory, rank_memories
 from planner.memory.rank_part import rank_parts
 from planner.memory.states import MOMENTS, RankState
@@ -143,10 +143,10 @@ def test_fsdp2_pads_small_first_dimensions() -> None:
 
 def test_zero_buckets_are_whole_whatever_is_trained() -> None:
     """DeepSpeed's default of 5e8 elements for a large model, and no more than there is to reduce."""
-    assert zero_bucket_elements(8_030_261_248) == ZERO_BUCKET_ELEMENTS == 500_000_000
-    assert zero_bucket_elements(41_943_040) == 41_943_040
+    assert own_buffers(8_030_261_248).reduce_bucket_elements == 500_000_000
+    assert own_buffers(41_943_040).reduce_bucket_elements == 41_943_040
     setup = TrainSetup(**FULL, num_gpus=8, parallel="zero2")
-    assert _bytes(_worst(setup), "ZeRO's reduce bucket") == 2 * ZERO_BUCKET_ELEMENTS
+    assert _bytes(_worst(setup), "ZeRO's reduce bucket") == 2 * 500_000_000
 
 
 @pytest.mark.parametrize("method", list(METHODS))

@@ -5,15 +5,17 @@ ZeRO-3's figures in a group that forgets a collective's buffers when it is over 
 little, which earlier figures had in them).
 """
 
+from typing import Any
+
 import pytest
 
 from planner.core.units import MIB
 from planner.hardware.gpus import find_gpu
-from planner.memory.engines import zero
 from planner.memory.model import rank_memories
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
+from planner.options.zero_buffers import AUTO, ZeroBuffers
 from planner.setup import TrainSetup
 from tests.planner.helpers import loaded
 
@@ -42,7 +44,7 @@ def _llama() -> ModelSpec:
     return spec_from_config(config, model_id="tiny", source="a test")
 
 
-def _phases(parallel: str, steps: int = 1) -> dict[str, float]:
+def _phases(parallel: str, steps: int = 1, **buffers: Any) -> dict[str, float]:
     setup = TrainSetup(
         method="full",
         precision="bf16-mixed",
@@ -52,6 +54,7 @@ def _phases(parallel: str, steps: int = 1) -> dict[str, float]:
         seq_len_tokens=8,
         accumulation_steps=steps,
         checkpointing=0,
+        zero_buffers=ZeroBuffers(**buffers) if buffers else None,
     )
     (rank,) = rank_memories(_llama(), GPU, setup)
     return {
@@ -86,11 +89,36 @@ def test_zero3_forward_gathers_the_prefetched_bucket_beside_its_parameters() -> 
 
 
 @pytest.mark.parametrize(("parallel", "backward_mib"), [("zero1", 225.70), ("zero2", 193.69), ("zero3", 212.92)])
-def test_several_buckets(parallel: str, backward_mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_buckets(parallel: str, backward_mib: float) -> None:
     """The same run with reduce_bucket_size 4e6."""
-    monkeypatch.setattr(zero, "ZERO_BUCKET_ELEMENTS", SMALL_BUCKET)
-    predicted_mib = _phases(parallel)["backward"]
+    predicted_mib = _phases(parallel, reduce_bucket_elements=SMALL_BUCKET)["backward"]
     assert backward_mib - NEAR_MIB <= predicted_mib <= backward_mib + COPY_MIB
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "zero2"])
+@pytest.mark.parametrize(("overlaps", "more_mib"), [(False, 54.60), (True, 149.97)])
+def test_the_bucket_of_a_file_is_allocated_whole_and_twice_where_it_overlaps(
+    parallel: str, overlaps: bool, more_mib: float
+) -> None:
+    """reduce_bucket_size 5e7 in place of all that is trained, overlap_comm off and on: what the backward takes more."""
+    read = _phases(parallel, reduce_bucket_elements=50_000_000, overlaps=overlaps)["backward"]
+    assert read - _phases(parallel)["backward"] == pytest.approx(more_mib, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("live", "sub_group", "forward_mib", "backward_mib", "step_mib"),
+    [(1_000_000_000, 1_000_000_000, 205.58, 207.47, None), (0, 0, 166.71, 170.12, 169.55)],
+)
+def test_zero3_with_the_sizes_of_others_files(
+    live: int, sub_group: int, forward_mib: float, backward_mib: float, step_mib: float | None
+) -> None:
+    """Bucket, prefetch and persistence "auto" (of hidden size 512) as transformers fills them in, and with nothing
+    gathered ahead and one parameter stepped after the other, as Axolotl's zero3 files have it."""
+    auto = dict.fromkeys(("reduce_bucket_elements", "prefetch_elements", "persistent_elements"), AUTO)
+    phases = _phases("zero3", **auto, live_elements=live, sub_group_elements=sub_group)
+    assert phases["forward"] == pytest.approx(forward_mib, abs=1)
+    assert phases["backward"] == pytest.approx(backward_mib, abs=NEAR_MIB)
+    assert step_mib is None or phases["step"] == pytest.approx(step_mib, abs=NEAR_MIB)
 
 
 def _catalogue_rank(model_id: str, **fields: object) -> dict[str, int]:
