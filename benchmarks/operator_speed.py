@@ -6,26 +6,28 @@ python -m benchmarks.operator_speed --write        # needs the torch extra; a fe
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.accuracy_summary import FOLDER
 from benchmarks.measured import own_rows
+from benchmarks.multi_gpu_points import load_points as load_layouts
 from benchmarks.shared import DATA, rows_of
 from benchmarks.speed_points import load_points
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
-from planner.planning.run_speed import run_speed
+from planner.planning.run_speed import rank_speed, run_speed
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict
 from planner.speed.operators import Program
 from planner.speed.prices import price
 from planner.speed.rates import card_rates
 from planner.speed.roofline import Conditions, conditions_of, throughput_profile
+from planner.speed.several_gpus.speed import layout_step_time
 from planner.speed.sized import program_speed
 from planner.speed.timeline import loop_of
 from probes.dryrun import DryRunReport, dry_run_report
@@ -62,6 +64,16 @@ All whose setup says their program whole; the formula was fitted to them, the pr
 |---|---:|---:|---:|---:|---:|---:|
 {published}
 
+## Published runs on several GPUs
+
+The dry run of a rank: what it exchanges on a third clock (`planner/speed/rank_timeline.py`), over its cluster's links.
+Of samples of a thousand tokens and more, in the plain form of each job: FSDP 1 is run as FSDP2, older stacks as
+today's. The formula was fitted to these runs and knows what each ran on; the ranks' prices were fitted to none.
+
+| source | card | engine | runs | dry run: median | mean | worst | formula: median | worst |
+|---|---|---|---:|---:|---:|---:|---:|---:|
+{ranks}
+
 ## Device time, kernel by kernel
 
 The rows' shares of the rates were read off these profiles, whatever the model.
@@ -75,8 +87,8 @@ The rows' shares of the rates were read off these profiles, whatever the model.
   index_put 0.01, unpacking and copies); none are counted, real weights have a handful.
 - The host is the class of machine that was measured, a rented virtual one. A bare server's CPU is up to twice as fast
   (a B200's published runs at 512 tokens); the band says what 30 % do.
-- What a setup keeps on the host, `torch.compile`, generation and several GPUs are not priced: there the formula's speed
-  stands.
+- What a setup keeps on the host, `torch.compile`, generation, tensor, expert and pipeline parallelism are not priced:
+  there the formula's speed stands.
 - Host-bound steps wander: the H200's QLoRA with eager kernels took 1.23 (the first, which warms up), 1.37, 1.42 and
   1.67 s, its LoRA with Liger's 1.99, 1.85 and 1.77. The H100's, beside the other process, are slower than the same
   on the H200.
@@ -179,6 +191,24 @@ def published_rows() -> Iterator[tuple[str, float, float]]:
         yield point.gpu.name, step_s / measured - 1, formula / measured - 1
 
 
+def rank_rows() -> Iterator[tuple[str, float, float]]:
+    """(source, card and engine, error of a rank's dry run, error of the formula) of published jobs on several GPUs."""
+    for point in load_layouts():
+        setup = point.speed_setup
+        own_code = point.source in ("llm_foundry", "tinyllama")  # MPT's and TinyLlama's own model code
+        if own_code or point.tokens_per_s is None or setup.offload != "none" or setup.seq_len_tokens < 1000:
+            continue
+        program = program_of(point.model, point.gpu, setup)
+        if program is None:
+            continue
+        measured_s = setup.tokens_per_step / setup.num_gpus / point.tokens_per_s
+        job = point.model, point.gpu, setup, point.cluster
+        formula = layout_step_time(*job, conditions=point.conditions).step_time_s
+        engine = "FSDP 1" if point.conditions.fsdp_1 and setup.parallel == "fsdp2" else point.strategy
+        step_s = rank_speed(program, point.gpu, setup, point.cluster).step_s
+        yield f"{point.source} | {point.gpu.name} | {engine}", step_s / measured_s - 1, formula / measured_s - 1
+
+
 # Kernels
 
 FAMILIES: Mapping[str, str] = {
@@ -254,9 +284,9 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def published_table() -> Iterator[str]:
+def published_table(rows: Iterable[tuple[str, float, float]]) -> Iterator[str]:
     cards: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for card, run, formula in published_rows():
+    for card, run, formula in rows:
         cards[card].append((run, formula))
     for card, errors in sorted(cards.items()):
         runs, formulas = [abs(error) for error, _ in errors], [abs(error) for _, error in errors]
@@ -268,7 +298,8 @@ def published_table() -> Iterator[str]:
 
 def page() -> str:
     of = {"h200": table([*h200_rows()]), "h100": table([*h100_rows()])}
-    return PAGE.format(**of, published="\n".join(published_table()), kernels="\n".join(kernel_table()))
+    of |= {"published": "\n".join(published_table(published_rows())), "ranks": "\n".join(published_table(rank_rows()))}
+    return PAGE.format(**of, kernels="\n".join(kernel_table()))
 
 
 if __name__ == "__main__":

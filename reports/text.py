@@ -340,7 +340,8 @@ def layout_sentence(candidate: Candidate, workload: Workload | None = None) -> s
     """What several GPUs share and send, and what lies in the host's memory; empty where one GPU holds everything. With
     its `workload` also what joins several nodes, and how much every node's host has to hold."""
     cluster = workload.cluster if workload is not None else None
-    setup, formula = candidate.setup, candidate.formula
+    setup, ran = candidate.setup, candidate.dry_run
+    speed = ran if isinstance(ran, Prediction) and ran.time_parts_s else candidate.formula
     if setup.single_gpu:
         return ""
     nodes = ""
@@ -354,13 +355,13 @@ def layout_sentence(candidate: Candidate, workload: Workload | None = None) -> s
     if workload is not None and (in_host := host_words(workload, candidate)):
         words += f", {in_host}"
     parts = [
-        f"{percent(formula.time_parts_s[name] / formula.step_time_s)} {label}"
+        f"{percent(speed.time_parts_s[name] / speed.step_time_s)} {label}"
         for name, label in (("communication", "communication"), ("bubble", "waiting"), ("offload", "the host"))
-        if formula.step_time_s and formula.time_parts_s.get(name, 0.0) >= 0.005 * formula.step_time_s
+        if speed.step_time_s and speed.time_parts_s.get(name, 0.0) >= 0.005 * speed.step_time_s
     ]
-    if formula.step_time_s:
+    if speed.step_time_s:
         words += f"; of the step {joined(parts, ' and ')}" if parts else "; communication is hidden behind compute"
-    return f"{words} ({speed_mark(formula)})."
+    return f"{words} ({speed_mark(speed)})."
 
 
 def lengths_sentence(over: "OverLengths") -> str:

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune_planner.app.history import history_of, outcomes, with_history, with_known_context
 from planner.core.errors import UsageError
@@ -20,8 +20,8 @@ from planner.setup.outcome import Candidate, FailureKind, Fidelity, Prediction, 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
 
+    from planner.hardware.cluster import Cluster
     from planner.planning.groups import WalkCache
     from planner.samples.lengths import OverLengths
     from reports.extras import Timeline
@@ -54,10 +54,17 @@ def dry_runs_ahead(num_gpus: int, *, first: "Callable[[Mapping[str, Any]], None]
 
 
 def with_dry_run(
-    candidate: Candidate, model: ModelSpec, gpu: GpuSpec, *, full_depth: bool = False, memory_bytes: int | None = None
+    candidate: Candidate,
+    model: ModelSpec,
+    gpu: GpuSpec,
+    *,
+    full_depth: bool = False,
+    memory_bytes: int | None = None,
+    cluster: "Cluster | None" = None,
 ) -> Candidate:
     """The candidate with its dry run beside the formula; `memory_bytes`: what the card has, where a flag says so."""
-    outcome = dry_run_setup(model, gpu, candidate.setup, full_depth=full_depth, memory_bytes=memory_bytes)
+    options: dict[str, Any] = {"full_depth": full_depth, "memory_bytes": memory_bytes, "cluster": cluster}
+    outcome = dry_run_setup(model, gpu, candidate.setup, **options)
     return replace(candidate, dry_run=outcome)
 
 
@@ -75,8 +82,10 @@ def dry_run_setup(
     memory_bytes: int | None = None,
     planned: bool = False,
     uneven: bool = True,
+    cluster: "Cluster | None" = None,
 ) -> Prediction | ProbeFailure:
-    """One dry run; `planned`: of a plan's own setup; `uneven`: samples may differ in length (`with_padding`)."""
+    """One dry run; `planned`: of a plan's own setup; `uneven`: samples may differ in length (`with_padding`);
+    `cluster`: the machines, None: those that the number of GPUs suggests."""
     missing = dry_run_possible()
     if missing:
         message = f"{missing} not installed ({install_command('torch')})"
@@ -91,7 +100,7 @@ def dry_run_setup(
         from probes.dryrun import dry_run
 
         card = with_memory(gpu, memory_bytes)
-        outcome = dry_run(model, card, setup, full_depth=full_depth, planned=planned)
+        outcome = dry_run(model, card, setup, full_depth=full_depth, planned=planned, cluster=cluster)
         if isinstance(outcome, ProbeFailure) or not uneven:
             return outcome
         return with_padding(outcome, model, card, setup)
@@ -229,7 +238,8 @@ def _answered(
         where = f" on one of {setup.num_gpus} GPUs ({setup.parallel})" if setup.num_gpus > 1 else ""
         _say(f"dry run of the real step{where}: {setup.method}, micro-batch {setup.micro_batch_seqs} ...")
         model, gpu, memory, uneven = workload.model, workload.gpu, workload.memory_bytes, workload.uneven
-        return dry_run_setup(model, gpu, setup, memory_bytes=memory, planned=True, uneven=uneven)
+        options: dict[str, Any] = {"memory_bytes": memory, "planned": True, "uneven": uneven}
+        return dry_run_setup(model, gpu, setup, cluster=workload.cluster, **options)
 
     try:
         dry_runs_ahead(workload.num_gpus)

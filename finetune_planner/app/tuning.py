@@ -434,7 +434,8 @@ def _dry_run(
     line.say(f"dry run: {trial_words(setup)}")
     try:
         with until(ends_at):
-            outcome = dry_run_setup(workload.model, workload.gpu, setup, uneven=workload.uneven)
+            options: dict[str, Any] = {"uneven": workload.uneven, "cluster": workload.cluster}
+            outcome = dry_run_setup(workload.model, workload.gpu, setup, **options)
     except TimeIsUp:
         return None
     except Exception as error:  # a prediction that breaks is no reason to end a search

@@ -110,7 +110,7 @@ def checked(
     predicted = predictor(spec, card, links, planned=config.planned)
     if dry_run:
         longest = setup if stats is None else as_long(setup, stats.longest_tokens)
-        predicted = corrected(predicted, longest, spec, card, memory, planned=config.planned)
+        predicted = corrected(predicted, longest, spec, card, memory, planned=config.planned, cluster=links)
     if stats is None:
         result, own_data = check(config, spec, card, memory - reserve, predicted), data_beside(file, config)
         return replace(result, notes=(*result.notes, own_data)) if own_data else result, spec, predicted
@@ -267,14 +267,15 @@ def predictor(spec: ModelSpec, card: GpuSpec, cluster: Cluster | None = None, *,
 
 
 def dry_run_of(
-    setup: TrainSetup, formula: Predict, spec: ModelSpec, card: GpuSpec, memory_bytes: int, *, planned: bool = False
+    setup: TrainSetup, formula: Predict, spec: ModelSpec, card: GpuSpec, memory_bytes: int, **options: Any
 ) -> Prediction | None:
-    """The dry run of a setup, with what only the formula says of it; None where none is possible."""
+    """The dry run of a setup, with what only the formula says of it; None where none is possible. `options`: as
+    `dry_run_setup` is."""
     from finetune_planner.app.levels import dry_run_possible, dry_run_setup  # late: the formula level needs none of it
 
     if dry_run_possible() or built_by_transformers_4(spec):
         return None
-    dry = dry_run_setup(spec, card, setup, memory_bytes=memory_bytes, planned=planned)
+    dry = dry_run_setup(spec, card, setup, memory_bytes=memory_bytes, **options)
     if not isinstance(dry, Prediction):
         return None
     plain = formula(setup)
@@ -296,12 +297,12 @@ def dry_run_of(
 
 
 def corrected(
-    formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpec, memory_bytes: int, *, planned: bool = False
+    formula: Predict, setup: TrainSetup, spec: ModelSpec, card: GpuSpec, memory_bytes: int, **options: Any
 ) -> Predict:
     """The formula corrected by a dry run of the config: its own figures for the config itself, and for changed setups
     the formula's peak and speed times what the dry run found over them. The formula alone where no dry run is
     possible."""
-    dry_run = dry_run_of(setup, formula, spec, card, memory_bytes, planned=planned)
+    dry_run = dry_run_of(setup, formula, spec, card, memory_bytes, **options)
     if dry_run is None:
         return formula
     plain = formula(setup)

@@ -117,7 +117,8 @@ def estimate(
     over: OverLengths | None = None
     samples = dry.samples(spec)
     if not dry.no_dry_run:
-        result = with_dry_run(result, spec, card, full_depth=dry.full_depth, memory_bytes=memory.of(card)[0])
+        run_options: dict[str, Any] = {"full_depth": dry.full_depth, "memory_bytes": memory.of(card)[0]}
+        result = with_dry_run(result, spec, card, cluster=cluster, **run_options)
         if samples is not None:
             over = over_samples(result, spec, card, *samples, seed=dry.seed, memory_bytes=memory.of(card)[0])
     result = with_evaluation(result, spec, card, eval_batch)
@@ -177,7 +178,7 @@ def candidate_of(
     formula = predict_with_padding(spec, card, setup, cluster)
     result = Candidate(setup=setup, budget_bytes=memory - reserve, formula=formula)
     if dry:
-        result = with_dry_run(result, spec, card, memory_bytes=memory)
+        result = with_dry_run(result, spec, card, memory_bytes=memory, cluster=cluster)
     return with_evaluation(result, spec, card, eval_seqs)
 
 

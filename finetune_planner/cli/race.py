@@ -269,7 +269,8 @@ def _lane(entry: _Entry, workload: Workload, *, dry_run: bool) -> Lane:
     if dry_run and not dry_run_possible() and not built_by_transformers_4(model):
         line = ProgressLine()
         line.say(f"dry run of {entry.label}")
-        dry = dry_run_of(config.setup, formula, model, card, workload.memory_bytes, planned=config.planned)
+        run_options: dict[str, Any] = {"planned": config.planned, "cluster": workload.cluster}
+        dry = dry_run_of(config.setup, formula, model, card, workload.memory_bytes, **run_options)
         line.close()
         candidate = replace(candidate, dry_run=dry and whole(dry))
     return Lane(label=entry.label, candidate=candidate, form=config.format, source=entry.source)

@@ -301,7 +301,8 @@ def _evaluate(plan: Plan | NoPlan, chosen: Candidate, setup: TrainSetup) -> Cand
     if not isinstance(chosen.dry_run, Prediction):
         return evaluated
     model, gpu, memory, uneven = workload.model, workload.gpu, workload.memory_bytes, workload.uneven
-    return replace(evaluated, dry_run=dry_run_setup(model, gpu, setup, memory_bytes=memory, uneven=uneven))
+    ran = dry_run_setup(model, gpu, setup, memory_bytes=memory, uneven=uneven, cluster=workload.cluster)
+    return replace(evaluated, dry_run=ran)
 
 
 def _about(workload: Workload, chosen: Candidate, really: Candidate, target: str) -> tuple[str, ...]:

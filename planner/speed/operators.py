@@ -92,6 +92,13 @@ TRAINER = "trainer."
 many modules that has."""
 WAIT = "wait"
 """The name of what is no operator: the host looks at a value, and waits for all that was issued."""
+COLLECTIVE = "collective."
+"""Before the names of what a rank exchanges with others, which is no operator of the device either. Its numbers: bytes
+of the whole tensor, ranks of the group, how far apart these stand, and after which mark of the model's stream it
+begins: the n-th last one, 0: after none, -1: it runs on the model's stream itself."""
+MARK, JOIN, GRADIENT = "stream.mark", "stream.join", "stream.gradient"
+"""Names of what joins streams: an event of the model's stream is recorded; that stream waits for a collective, whose
+only number is how many ago it was issued; DistributedDataParallel has a gradient, whose only number are its bytes."""
 ISSUERS = ("module", "forward", "no-grad", "engine", "recompute")
 """Who issues: a module call (no operator), Python recording a graph, Python not recording one, autograd's engine in
 C++ (the nodes of a backward), Python under the engine (what a checkpoint computes again)."""

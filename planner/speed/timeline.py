@@ -129,11 +129,32 @@ def clock_map_of(issue: Sequence[Issue], device: Mapping[int, float], device_sha
     return compose(clock_maps) if len(clock_maps) > 1 else clock_maps[0]
 
 
+class Exchange(NamedTuple):
+    """What joins the device with the link over which a rank exchanges (`planner.speed.rank_timeline`).
+
+    Attributes:
+        what: MARK, JOIN, GRADIENT or COLLECTIVE of `planner.speed.operators`.
+        amount: seconds of a collective, bytes of a gradient.
+        ago: see COLLECTIVE and JOIN there.
+        reduces: whether it sums gradients up.
+    """
+
+    what: str
+    amount: float = 0.0
+    ago: int = 0
+    reduces: bool = False
+
+
 class Stage(NamedTuple):
-    """Calls as a clock map, and the phase that they are part of."""
+    """Calls as a clock map, and the phase that they are part of.
+
+    Attributes:
+        items: the same calls between which a rank exchanges, with those exchanges.
+    """
 
     phase: str
     clock_map: ClockMap
+    items: "Sequence[ClockMap | Exchange]" = ()
 
 
 def compose(clock_maps: Iterable[ClockMap]) -> ClockMap:
@@ -175,23 +196,26 @@ class Timeline:
     def micro_batch(self, loop: "Loop") -> list[Stage]:
         """The stages of a micro-batch, with what the program does around them."""
         walked = self._spent(loop.trainer * (self.num_modules * WALK_S["micro-batch"] + MICRO_BATCH_S))
-        looked = [self._spent(loop.trainer * METRICS_S), self._value_read(loop)] if self.forward else []
+        looked = [self._spent(loop.trainer * METRICS_S), self.value_read(loop)] if self.forward else []
         return [Stage("", walked), *self.forward, *(Stage("loss", clock_map) for clock_map in looked), *self.backward]
 
     @staticmethod
-    def _value_read(loop: "Loop") -> ClockMap:
+    def value_read(loop: "Loop") -> ClockMap:
         """The program reads a value back (`.item()`), which synchronizes host and device, where it does."""
         return SYNCHRONIZE if loop.waits else IDLE
 
     def micro_batches(self, loop: "Loop") -> tuple[ClockMap, ClockMap]:
         """The clock maps of the first micro-batch and of a later one."""
-        micro_batch, looked = compose([stage.clock_map for stage in self.micro_batch(loop)]), self._value_read(loop)
+        micro_batch, looked = compose([stage.clock_map for stage in self.micro_batch(loop)]), self.value_read(loop)
         return micro_batch.then(looked), micro_batch.then(self.added).then(looked)
 
     def end(self, loop: "Loop", step: Iterable[ClockMap]) -> ClockMap:
         """What comes after the last backward, of which clipping, optimizer and release issue `step`."""
-        walked = self._spent(loop.trainer * (self.num_modules * WALK_S["step"] + STEP_S))
-        return compose([walked, *step, SYNCHRONIZE])
+        return compose([self.before_step(loop), *step, SYNCHRONIZE])
+
+    def before_step(self, loop: "Loop") -> ClockMap:
+        """What the trainer does between the last backward and the optimizer."""
+        return self._spent(loop.trainer * (self.num_modules * WALK_S["step"] + STEP_S))
 
     def seconds(self, loop: "Loop", step: Sequence[ClockMap]) -> float:
         """Seconds of a step."""
@@ -205,7 +229,7 @@ class Timeline:
         for index in range(min(loop.accumulation, _SIMULATED)):
             before = dict(phases)
             added = [Stage("", self.added)] if index else []
-            for phase, clock_map in (*self.micro_batch(loop), *added, Stage("", self._value_read(loop))):
+            for phase, clock_map, _ in (*self.micro_batch(loop), *added, Stage("", self.value_read(loop))):
                 at = max(host, device)
                 host, device = clock_map.apply(host, device)
                 phases[phase] += max(0.0, max(host, device) - at)
@@ -308,10 +332,7 @@ def host_notes(run: RunTime) -> tuple[str, ...]:
 
 def run_time(program: Program, rates: CardRates, loop: Loop, host: Host | None = None) -> RunTime:
     """The time of a step of `program`."""
-    host = host or Host()
-    priced = _Priced(program, rates)
-    num_calls = sum(len(program.segments[place].calls) for place in program.micro_batch)
-    return timed(priced.timeline, priced.parts(loop), loop, num_calls, host)
+    return PricedProgram(program, rates).time(loop, host or Host())
 
 
 TimelineForHostScale = Callable[[float], tuple[Timeline, Sequence[ClockMap]]]
@@ -379,7 +400,7 @@ def add_parts(parts: dict[str, float], phase: str, price: Price, count: float) -
         parts["dequantization"] += unpacking
 
 
-class _Priced:
+class PricedProgram:
     """A program with its prices."""
 
     def __init__(self, program: Program, rates: CardRates) -> None:
@@ -391,37 +412,52 @@ class _Priced:
             program.operators, [bool(cost.kernels) for cost in self.prices], checkpointed=checkpointed
         )
 
-    def _clock_map(self, calls: Iterable[int], scale: float) -> ClockMap:
+    def time(self, loop: Loop, host: Host) -> RunTime:
+        """The time of a step."""
+        num_calls = sum(len(self.program.segments[place].calls) for place in self.program.micro_batch)
+        return timed(self.timeline, self.parts(loop), loop, num_calls, host)
+
+    def clock_map(self, calls: Iterable[int], scale: float) -> ClockMap:
+        """That of calls, with a host of this scale."""
         return clock_map_of(issue_of(map(self._issued.__getitem__, calls), scale), self._device)
+
+    def stage(self, phase: str, calls: Sequence[int], scale: float) -> Stage:
+        """Calls of a phase."""
+        return Stage(phase, self.clock_map(calls, scale))
 
     def timeline(self, scale: float) -> tuple[Timeline, Sequence[ClockMap]]:
         """The program's with a host of this scale, and its optimizer's part."""
+        timeline, step = self.stages(scale)
+        return timeline, [stage.clock_map for stage in step]
+
+    def stages(self, scale: float) -> tuple[Timeline, Sequence[Stage]]:
+        """The same, of the optimizer its stages."""
         program = self.program
-        clock_maps: dict[int, ClockMap] = {}
+        stages: dict[int, Stage] = {}
         ahead: list[Stage] = []
         order: list[Stage] = []
         for place in (*program.micro_batch, *program.step):
             segment = program.segments[place]
-            if place not in clock_maps:
+            if place not in stages:
                 calls = segment.calls
                 if not ahead and segment.phase not in ("forward", "step"):
                     first = next((at for at, call in enumerate(calls) if call % _NUM == _ENGINE), None)
                     if first is not None:
                         before, calls = calls[:first], calls[first:]
-                        ahead = [*order, Stage(segment.phase, self._clock_map(before, scale))]
+                        ahead = [*order, self.stage(segment.phase, before, scale)]
                         order = []
-                clock_maps[place] = self._clock_map(calls, scale)
-            order.append(Stage(segment.phase, clock_maps[place]))
+                stages[place] = self.stage(segment.phase, calls, scale)
+            order.append(stages[place])
         added = [number * _NUM + _ENGINE for number, count in program.added.items() for _ in range(count)]
         end = len(order) - len(program.step)
         timeline = Timeline(
             forward=ahead,
             backward=order[:end],
-            added=self._clock_map(added, scale),
+            added=self.clock_map(added, scale),
             num_modules=program.num_modules,
             scale=scale,
         )
-        return timeline, [stage.clock_map for stage in order[end:]]
+        return timeline, order[end:]
 
     def parts(self, loop: Loop) -> dict[str, float]:
         """Device seconds of a step by part."""

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planner.hardware.cluster import make_cluster
 from planner.hardware.gpu import GpuSpec
 from planner.speed.host import host_of, issued_s
-from planner.speed.operators import ISSUERS, TRAINER, Program, program_of
+from planner.speed.operators import COLLECTIVE, ISSUERS, TRAINER, Program, program_of
 from planner.speed.prices import Price, needed_flops, price
+from planner.speed.rank_timeline import rank_program
 from planner.speed.rates import CardRates, card_band, card_rates
+from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.rented import BETWEEN_S, COLLATED_TOKEN_S
+from planner.speed.several_gpus.collectives import at_spread, wider
 from planner.speed.timeline import Loop, host_notes, run_time
 
 _FORWARD, _RECOMPUTE, _NUM = ISSUERS.index("forward"), ISSUERS.index("recompute"), len(ISSUERS)
@@ -52,19 +56,35 @@ class TracedSpeed:
 
 
 def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
-    """The speed of the program whose `rows` a trace wrote (`TraceResult.program`)."""
-    program = program_of(rows)
+    """The speed of the program whose `rows` a trace wrote (`TraceResult.program`); of all ranks together.
+
+    Raises:
+        ValueError: it exchanges what its forward goes on with (tensor parallelism): DTensor's Python decides, whose
+            time nobody measured.
+    """
+    program, num_ranks = program_of(rows), int(rows.get("num_ranks", 1))
     rates = card_rates(gpu)
-    run = run_time(program, rates, Loop(accumulation=1, tokens=0, waits=False, trainer=False), host_of(gpu))
+    loop = Loop(accumulation=1, tokens=0, waits=False, trainer=False)
     times = _times(program)
+    if num_ranks > 1:
+        if _exchanges_within(program):
+            raise ValueError("no speed is said of tensor parallelism")
+        cluster = make_cluster(gpu, num_ranks)
+        run = rank_program(program, rates, cluster, reduces_each=True).time(loop, host_of(gpu))
+        slow = rank_program(program, rates, at_spread(cluster, slow=True), reduces_each=True).time(loop, host_of(gpu))
+        spread = max(run.band_fraction, card_band(gpu), load_calibration().bands.get("spread", 0.0))
+        band = wider(spread, slow.step_s / run.step_s)
+    else:
+        run = run_time(program, rates, loop, host_of(gpu))
+        band = max(run.band_fraction, card_band(gpu))
     flops = tokens = 0.0
     for call, count in times.items():
         operator = program.operators[call // _NUM]
         flops += 0.0 if call % _NUM == _RECOMPUTE else count * needed_flops(operator)
-    tokens = _tokens(program, times)
+    tokens = _tokens(program, times) * num_ranks
     trained = any(operator.name.startswith(TRAINER) for operator in program.operators)
     behind_s = max(0.0, _aside_s(program, times, rates) - run.step_s)
-    between = BETWEEN_S + COLLATED_TOKEN_S * tokens if trained else 0.0
+    between = BETWEEN_S + COLLATED_TOKEN_S * tokens / num_ranks if trained else 0.0
     step_s = run.step_s + behind_s + between
     nominal = gpu.bf16_flops_per_s or gpu.fp16_flops_per_s or gpu.fp32_flops_per_s or 0.0
     prices = [price(operator, rates) for operator in program.operators]
@@ -72,7 +92,7 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
         step_time_s=step_s,
         tokens_per_s=tokens / step_s if tokens else None,
         mfu_fraction=flops / step_s / nominal if nominal else 0.0,
-        band_fraction=max(run.band_fraction, card_band(gpu)),
+        band_fraction=band,
         parts_s={**run.parts_s, "copies": run.parts_s.get("copies", 0.0) + behind_s, "trainer": between},
         phases_s=run.phases_s,
         by_line=_costs(rows, program, prices, lambda line, module: line or "(libraries)"),
@@ -81,6 +101,16 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
         ),
         notes=host_notes(run),
     )
+
+
+def _exchanges_within(program: Program) -> bool:
+    """Whether a micro-batch's own values come from other ranks, as DTensor's do."""
+    names = (
+        program.operators[call // _NUM].name
+        for place in {*program.micro_batch}
+        for call in program.segments[place].calls
+    )
+    return any(name.startswith((f"{COLLECTIVE}all_", f"{COLLECTIVE}reduce_scatter_tensor")) for name in names)
 
 
 def _times(program: Program) -> dict[int, int]:

@@ -4,9 +4,9 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.memory.around import between_steps_terms
 from planner.memory.attention_kernels import sdpa_capability
@@ -29,7 +29,7 @@ from probes.dryrun.report import DryRunReport
 from probes.dryrun.rows import carried, shorter
 from probes.dryrun.startup import collection_paused, load_libraries
 
-VERSION = 29
+VERSION = 30
 """Part of the cache key: raise it whenever a figure can change."""
 WALKS = "probes.dryrun.rows:walks_through_tokens"
 REPORT = "probes.dryrun.api:report_for_config"
@@ -52,6 +52,7 @@ def dry_run_report(
     full_depth: bool = False,
     use_cache: bool = True,
     planned: bool = False,
+    cluster: Cluster | None = None,
 ) -> DryRunReport | ProbeFailure:
     """Executes two training steps on meta tensors at a small depth, repeats the middle layers' events to the model's
     depth, and replays the whole through the allocator's model.
@@ -65,8 +66,13 @@ def dry_run_report(
         full_depth: run every layer instead of repeating.
         use_cache: whether an earlier run of the same point may answer, and this one is kept.
         planned: the setup is a plan's own, which keeps the band that it was chosen by.
+        cluster: the machines of several GPUs, None: those that their number suggests.
     """
-    run = partial(_report, model, gpu, full_depth=full_depth, use_cache=use_cache, planned=planned)
+
+    def run(of: TrainSetup) -> DryRunReport | ProbeFailure:
+        options = {"full_depth": full_depth, "use_cache": use_cache, "planned": planned}
+        return _report(model, gpu, of, cluster=cluster, **options)
+
     setup = in_one_memory(gpu, setup)
     short = shorter(model, setup) if unknown_mixers(model) and not full_depth else ()
     if not short or not reported(WALKS, dict(model.config)):
@@ -81,7 +87,14 @@ def dry_run_report(
 
 
 def _report(
-    model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, *, full_depth: bool, use_cache: bool, planned: bool
+    model: ModelSpec,
+    gpu: GpuSpec,
+    setup: TrainSetup,
+    *,
+    full_depth: bool,
+    use_cache: bool,
+    planned: bool,
+    cluster: Cluster | None,
 ) -> DryRunReport | ProbeFailure:
     options: dict[str, Any] = {"full_depth": full_depth}
     kernels = attention_kernels(model, gpu, setup) if setup.pads else frozenset()
@@ -99,7 +112,7 @@ def _report(
     if setup.objective_spec.rolls_out and setup.rollout_settings.colocated:
         prediction = _beside_vllm(prediction, model, gpu, setup)
     prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + overhead)
-    prediction = with_run_speed(prediction, outcome.program, model, gpu, setup)
+    prediction = with_run_speed(prediction, outcome.program, model, gpu, setup, cluster)
     return replace(outcome, prediction=with_evidence(prediction, gpu, setup, planned=planned))
 
 

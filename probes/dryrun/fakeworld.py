@@ -1,6 +1,6 @@
 """A process group of one process that stands for many, and the streams of its collectives."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor.experimental._context_parallel import _attention as own
 
+from probes.dryrun.streams import Event, Stream
 from probes.patching import Replacement, errors_only, nothing, replaced
 
 # Attention of a rank whose sequence is cut over several GPUs: PyTorch's own ring, on meta tensors.
@@ -70,25 +71,22 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Stream(torch.cpu.Stream):  # type: ignore[misc]
-    """A stream that does nothing but whose events exist, as FSDP2 asks of devices other than CPUs."""
-
-    def record_event(self) -> torch.cpu.Event:
-        return torch.cpu.Event()
+def current_stream(device: Any = None) -> Stream:
+    return Stream.current
 
 
 _HANDLE = SimpleNamespace(
-    Stream=_Stream,
-    Event=torch.cpu.Event,
-    stream=torch.cpu.stream,
-    current_stream=torch.cpu.current_stream,
+    Stream=Stream,
+    Event=Event,
+    stream=lambda stream: stream,
+    current_stream=current_stream,
     current_device=nothing,  # meta has no indices
     get_rng_state=nothing,  # nothing draws random numbers on meta
     set_rng_state=nothing,
     device_count=lambda: 1,
     is_initialized=lambda: True,
 )
-"""What `torch.cuda` is to CUDA tensors: streams and events, which do nothing here."""
+"""What `torch.cuda` is to CUDA tensors: streams and events, which only note what waits for what."""
 
 
 def _on_meta() -> list[Replacement]:
@@ -96,15 +94,19 @@ def _on_meta() -> list[Replacement]:
 
     return [
         (torch, "meta", _HANDLE),
-        (torch.accelerator, "current_stream", torch.cpu.current_stream),
+        (torch.accelerator, "current_stream", current_stream),
         (groups.FSDPParamGroup, "_validate_no_meta_params", nothing),
         *of_ddp(),
     ]
 
 
-def of_ddp() -> list[Replacement]:
+def of_ddp(on_bucket: Callable[[torch.Tensor], None] = nothing) -> list[Replacement]:
     """What lets DistributedDataParallel run in the fake group: buckets that are reduced at once, and ranks whose shapes
-    are not compared by values, which meta tensors have not."""
+    are not compared by values, which meta tensors have not.
+
+    Args:
+        on_bucket: is told of every bucket that is reduced.
+    """
     import torch.nn.parallel.distributed as ddp
 
     wrapper = ddp.DistributedDataParallel
@@ -115,6 +117,7 @@ def of_ddp() -> list[Replacement]:
         plain_hook(self, None, lambda state, bucket: reduced(bucket.buffer()))
 
     def reduced(buffer: torch.Tensor) -> Any:  # in place; the fake group's own all-reduce gives DDP nothing to read
+        on_bucket(buffer)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future

@@ -13,6 +13,8 @@ import torch
 from planner.speed.operators import ISSUERS, Layout, Operator, Program, Segment
 from probes.dryrun.fastmeta import Remembered
 from probes.dryrun.layer_map import LayerMap
+from probes.dryrun.streams import Exchanges, Stream
+from probes.patching import replaced
 from probes.stack.images import SEPARATE
 from probes.stack.kernels import listening
 
@@ -45,6 +47,7 @@ class OperatorLog:
         micro_batches: places at which a micro-batch begins; full_step: at which the optimizer of all layers does, None
             where the run has them all; layers: which of the run's layers stand for the full model's.
         modules: how many modules each layer of the run has, and what belongs to none.
+        exchanges: what a rank exchanges with others, None on one GPU.
     """
 
     def __init__(self) -> None:
@@ -55,6 +58,7 @@ class OperatorLog:
         self.full_step: int | None = None
         self.layers: LayerMap | None = None
         self.modules: dict[int | None, int] = {}
+        self.exchanges: Exchanges | None = None
         self._known: dict[Any, int] = {}
         self._views: dict[int, int] = {}
         self._repeated: dict[int, int] = {}
@@ -64,6 +68,8 @@ class OperatorLog:
 
     def add(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, remembered: Remembered) -> None:
         """An operator that ran: known by what `remembered` knows it by, a view by its name alone."""
+        if self.exchanges is not None and self.exchanges.ran(name, func, args, kwargs, out):
+            return
         key = remembered.number
         if key is not None:
             number = self._known.get(key)
@@ -97,7 +103,10 @@ class OperatorLog:
 
     def launched(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """A kernel that no operator launches."""
-        made = Operator(name, tuple(map(layout_of, inputs)), tuple(map(layout_of, outputs)))
+        self.noted(Operator(name, tuple(map(layout_of, inputs)), tuple(map(layout_of, outputs))))
+
+    def noted(self, made: Operator) -> None:
+        """A launch, or what is no operator."""
         issuer = FORWARD if _in_engine() == -1 else RECOMPUTE if _records() else ENGINE
         self.calls.append(self._number(made) * 5 + issuer)
 
@@ -128,8 +137,10 @@ class OperatorLog:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Within it module calls and launches are noted."""
-        with torch.nn.modules.module.register_module_forward_pre_hook(self.module_called), listening(self.launched):
+        """Within it module calls, launches and what streams exchange are noted."""
+        heard = replaced([(Stream, "exchanges", self.exchanges)])
+        called = torch.nn.modules.module.register_module_forward_pre_hook(self.module_called)
+        with called, listening(self.launched), heard:
             yield
 
     def segments(self, first: int, last: int) -> list[tuple[int | None, Segment]]:
@@ -195,7 +206,7 @@ def full_program(log: OperatorLog, trainables: Sequence[Any], repeats: Sequence[
             else ((trained, None) for trained in trainables)
         )
         counts = Counter(
-            Layout(tuple(trained.shape), torch.empty(trained.shape, device="meta").stride(), _name(trained.dtype))
+            layout_of(torch.empty(trained.local_shape, dtype=trained.dtype, device="meta"))
             for trained, _ in every
             if trained.has_gradient
         )

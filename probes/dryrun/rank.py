@@ -85,8 +85,13 @@ class DdpWorld(JobWorld):
         with ExitStack() as stack:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    note = parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.setdefault(name))
-                    stack.enter_context(note)
+
+                    def note(gradient_of: torch.Tensor, name: str = name) -> None:
+                        order.setdefault(name)
+                        if tracker.log is not None and tracker.log.exchanges is not None:
+                            tracker.log.exchanges.gradient(gradient_of)
+
+                    stack.enter_context(parameter.register_post_accumulate_grad_hook(note))
             yield layout, owners
         self._order = [*order]
 

@@ -18,7 +18,7 @@ class DryRunReport:
         phase_groups: what is alive at the peak of each phase, (category, name) -> bytes.
         depth: layers that were run; the middle ones stand for the rest of `num_layers`.
         kernels: attention kernels and how often each ran.
-        program: the operators of a step, None of a rank of several GPUs.
+        program: the operators of a step, None of a pipeline's stage.
         timeline: (event index, allocated bytes) over loading and two steps, thinned.
         phases: (phase, index of its first event) of the same run, in order.
         parameter_bytes: of the module tree that was run.

@@ -16,6 +16,7 @@ from probes.dryrun.kernels import FLASH_NAME, KernelLog, kernels_of
 from probes.dryrun.metaops import fused_dropout, meta_operators
 from probes.dryrun.operators import OperatorLog
 from probes.dryrun.step_replay import Replay
+from probes.dryrun.streams import Exchanges
 from probes.dryrun.tracker import Origin, Tracker, local
 from probes.dryrun.workspaces import cublas_workspaces, temporaries
 from probes.stack.autocast import emulation_installed
@@ -72,7 +73,7 @@ class Trace:
         owners: category and name of storages that are known by name (weights, adapters, gradients, optimizer state).
         num_layers: depth that was run.
         parameter_bytes: bytes of the module tree's parameters (quantized statistics not counted).
-        operators: what the first step issued, None of a rank of several GPUs.
+        operators: what the first step issued, None of a pipeline's stage.
     """
 
     events: Sequence[Event | Repetition]
@@ -169,7 +170,9 @@ def trace_run(
             layout, owners = None, load_all(tracker, model, reference)
         else:
             layout, owners = stack.enter_context(world.prepared(tracker, model, reference))
-        tracker.log = OperatorLog() if device == "meta" and world is None else None
+        tracker.log = OperatorLog() if device == "meta" and setup.pipeline_degree == 1 else None
+        if tracker.log is not None and world is not None:
+            tracker.log.exchanges = Exchanges(tracker.log)
         fields: dict[str, Any] = {"attention": attention, "notes": notes, "operators": tracker.log}
         job = model, reference, setup, layout, owners
         trace = _trained(tracker, log, *job, steps, workspaces, num_layers=num_layers, **fields)
@@ -279,7 +282,8 @@ def _train(tracker: Tracker, trainer: Trainer, layout: Any, owners: Owners, log:
                 layout.run(batches, mark)
                 step_optimizer(trainer, mark)
             elif replay is None:
-                train_step(trainer, batches, mark)
+                with first_operators(tracker) as noting:
+                    train_step(trainer, batches, mark, noting(lambda loss: None))
             elif not replay.step(trainer, mark):
                 with replay.watching_gradients(), first_operators(tracker) as noting:
                     train_step(trainer, batches, replay.watching(mark), noting(replay.micro_batch))

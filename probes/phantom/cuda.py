@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from probes.allocator.caching import CachingAllocator
+from probes.dryrun import streams
 from probes.patching import Replacement, nothing, replaced
 from probes.phantom.card import Card
 from probes.phantom.claims import CPU, CUDA
-from probes.phantom.issued import OnStream
 from probes.phantom.mode import Phantom
 
 CUDA_VERSION = "13.0"
@@ -64,41 +64,29 @@ def properties(card: Card) -> Properties:
     )
 
 
-class Stream(nullcontext["Stream"]):
+class Stream(streams.Stream):
     """A stream on which everything has happened."""
 
     cuda_stream = stream_id = device_index = priority = 0
     device_type = 1
-    synchronize = wait_event = wait_stream = nothing
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        super().__init__(self)
+        super().__init__()
         self.device = CUDA
 
     def record_event(self, event: Any = None) -> Any:
-        return event or Event()
-
-    def query(self) -> bool:
-        return True
+        return super().record_event(event or Event())
 
     def is_capturing(self) -> bool:
         return False
 
 
-class Event:
+class Event(streams.Event):
     """An event that has happened; between two of them no time passes."""
 
-    record = wait = synchronize = nothing
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
         self.device = CUDA
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Any) -> float:
-        """A millisecond, as divisions by it are common."""
-        return 1.0
 
 
 class Device(nullcontext[None]):
@@ -109,7 +97,7 @@ class Device(nullcontext[None]):
         self.idx = 0
 
 
-_current = Stream()
+streams.Stream.main = streams.Stream.current = _main = Stream()
 
 
 def refusing(message: str) -> Callable[..., Any]:
@@ -244,7 +232,7 @@ def _statistics(allocator: CachingAllocator) -> dict[str, int]:
 
 def _of_streams(phantom: Phantom) -> dict[str, Any]:
     def set_to(stream: Any) -> None:
-        if stream not in (None, _current):
+        if stream not in (None, _main):
             phantom.note(
                 "a stream of its own was used: on the card its blocks are kept apart from the others, and PyTorch "
                 "reserves more than was found here"
@@ -252,7 +240,7 @@ def _of_streams(phantom: Phantom) -> dict[str, Any]:
 
     def entered(stream: Any = None) -> Any:
         set_to(stream)
-        return OnStream(phantom.issued) if stream not in (None, _current) else _current
+        return nullcontext() if stream is None else stream
 
     def synchronized(device: Any = None) -> None:
         phantom.issued.waited()
@@ -260,7 +248,8 @@ def _of_streams(phantom: Phantom) -> dict[str, Any]:
     return {
         "_sleep": nothing,
         "synchronize": synchronized,
-        **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: _current),
+        "current_stream": lambda device=None: streams.Stream.current,
+        "default_stream": lambda device=None: _main,
         "stream": entered,
         "set_stream": set_to,
         **dict.fromkeys(("Stream", "StreamContext"), Stream),

@@ -9,6 +9,7 @@ import torch
 from planner.speed.operators import ISSUERS, TRAINER, WAIT, Operator, Program, Segment
 from probes.dryrun.fastmeta import Remembered
 from probes.dryrun.operators import ENGINE, RECOMPUTE, OperatorLog
+from probes.dryrun.streams import Stream
 from probes.phantom.origins import Origins, user_line
 
 if TYPE_CHECKING:
@@ -19,20 +20,6 @@ SYNCHRONISES = frozenset({_aten.nonzero.default, _aten.masked_select.default, _a
 """Operators whose result's size only the values say: the host waits for it."""
 
 
-class OnStream:
-    """Within it calls go to a stream of their own; as PyTorch's it may be entered again."""
-
-    def __init__(self, issued: "Issued") -> None:
-        self._issued, self._around = issued, list[bool]()
-
-    def __enter__(self) -> None:
-        self._around.append(self._issued.aside)
-        self._issued.aside = True
-
-    def __exit__(self, *exception: object) -> None:
-        self._issued.aside = self._around.pop()
-
-
 class Issued(OperatorLog):
     """The log of a traced program.
 
@@ -40,7 +27,6 @@ class Issued(OperatorLog):
         places: of each call what it belongs to, as numbers of `names`.
         names: (line of the program, module).
         steps: (optimizer, place at which its step began, place at which it ended).
-        aside: whether calls go to another stream than the model's.
         repeats: (place at which a micro-batch was left out, beginning and end of the one that it repeats).
     """
 
@@ -51,7 +37,6 @@ class Issued(OperatorLog):
         self.names: dict[tuple[str, str], int] = {}
         self.steps: list[tuple[int, int, int]] = []
         self.repeats: list[tuple[int, int, int]] = []
-        self.aside = False
         self._op_names: dict[int, str] = {}
         self._training = -1  # place at which the first module ran in training
         self._stepping = 0
@@ -76,12 +61,12 @@ class Issued(OperatorLog):
             self.waited()
 
     def waited(self) -> None:
-        if self._training >= 0:
-            self.launched(WAIT, (), ())
+        self.launched(WAIT, (), ())
 
     def travelled(self, tensor: torch.Tensor, *, to_host: bool, is_pinned: bool, waits: bool) -> None:
         """A copy between host and device; `waits`: the host does until it is done."""
-        name = f"pcie.{'to_host' if to_host else 'to_device'}{'_pinned' * is_pinned}{'_aside' * self.aside}"
+        aside = Stream.current is not Stream.main
+        name = f"pcie.{'to_host' if to_host else 'to_device'}{'_pinned' * is_pinned}{'_aside' * aside}"
         self.launched(name, (tensor,), ())
         if waits:
             self.waited()
@@ -124,9 +109,9 @@ class Issued(OperatorLog):
         if id(func) not in self._views:  # a view costs next to nothing: it goes with what comes after it
             self._place()
 
-    def launched(self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def noted(self, made: Operator) -> None:
         if self._training >= 0:
-            super().launched(name, inputs, outputs)
+            super().noted(made)
             self._place()
 
     def module_called(self, module: Any, args: Any) -> None:
@@ -162,7 +147,8 @@ class Issued(OperatorLog):
         program = Program(
             operators=self.operators, segments=segments, micro_batch=order, step=step, added={}, num_modules=0
         )
-        return {**program.rows(), "places": places, "names": [*self.names]}
+        ranks = {} if self.exchanges is None else {"num_ranks": torch.distributed.get_world_size()}
+        return {**program.rows(), "places": places, "names": [*self.names], **ranks}
 
     def _last_gradient(self, begin: int, end: int) -> int:
         """Where the last backward before `end` is over: what follows (clipping) belongs to the step."""

@@ -49,7 +49,7 @@ def summary(phantom: Phantom, status: str, error: str = "", elapsed_s: float = 0
         timeline=_timeline(phantom, totals),
         libraries=installed(LIBRARIES),
         elapsed_s=elapsed_s,
-        program=None if phantom.memory.group_bytes or EAGER in phantom.notes else phantom.issued.rows(),
+        program=None if EAGER in phantom.notes else phantom.issued.rows(),
     )
 
 

@@ -22,6 +22,7 @@ from planner.core.units import gib
 from planner.memory.workspace import group_bytes
 from probes.dryrun.fakeworld import of_ddp
 from probes.dryrun.layout_tracker import untracked_trials
+from probes.dryrun.streams import Exchanges, Stream
 from probes.patching import Replacement, nothing, replaced
 from probes.phantom.cuda import Refused
 from probes.phantom.imports import Hook
@@ -93,10 +94,10 @@ def _beginning(phantom: Phantom) -> Callable[..., None]:
         if size > 1:
             phantom.memory.join(group_bytes(phantom.card.nvlink, size))
             phantom.note(
-                f"rank 0 of {size} processes was followed, the others are taken to be alike; collectives answer at "
-                "once, so that no speed is said, and NCCL's own buffers are taken as "
-                f"{gib(phantom.memory.group_bytes)} of the card, outside PyTorch's count"
+                f"rank 0 of {size} processes was followed, the others are taken to be alike; NCCL's own buffers are "
+                f"taken as {gib(phantom.memory.group_bytes)} of the card, outside PyTorch's count"
             )
+            phantom.issued.exchanges = Stream.exchanges = Exchanges(phantom.issued)
         true("fake", rank=0, world_size=size, store=FakeStore())
 
     return init_process_group
@@ -118,11 +119,15 @@ def _of_ddp(phantom: Phantom) -> list[Replacement]:
 
         return call
 
+    def reduced(gradients: torch.Tensor) -> None:
+        if phantom.issued.exchanges is not None:
+            phantom.issued.exchanges.bucket(gradients)
+
     return [
         (wrapper, "_ddp_init_helper", with_buckets("_ddp_init_helper")),
         (wrapper, "_pre_forward", with_buckets("_pre_forward")),
         (wrapper, "register_comm_hook", hook),
-        *of_ddp(),
+        *of_ddp(reduced),
     ]
 
 

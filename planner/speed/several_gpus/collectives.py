@@ -1,8 +1,8 @@
 """Seconds of collectives, of a pipeline's schedule, and of the host's link."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
+from math import ceil, exp, hypot, log
 
 from planner.hardware.cluster import Cluster, Link, host_link
 from planner.memory.dtypes import SIZE_BYTES
@@ -118,6 +118,23 @@ NETWORK_SPREAD = 1.35
 def link_spread(link: Link | None) -> float:
     """How many times slower or faster collectives on a link may be than counted."""
     return {"pcie": PCIE_SPREAD, "network": NETWORK_SPREAD}.get(link.kind, 1.0) if link is not None else 1.0
+
+
+def at_spread(cluster: Cluster, *, slow: bool, network: bool = True) -> Cluster:
+    """The same with links as slow, or as fast, as they may be; `network`: those between nodes too."""
+
+    def moved(link: Link) -> Link:
+        spread = link_spread(link)
+        return replace(link, bytes_per_s=link.bytes_per_s / spread if slow else link.bytes_per_s * spread)
+
+    between = moved(cluster.between) if network and cluster.between is not None else cluster.between
+    return replace(cluster, within=moved(cluster.within), between=between)
+
+
+def wider(band: float, ratio: float) -> float:
+    """A step's band where links of another rate, which nobody knows, make it so many times as long: both are
+    independent."""
+    return exp(hypot(log(1 + band), log(ratio))) - 1
 
 
 def link_rate(cluster: Cluster, link: Link, constants: LayoutConstants) -> float:

@@ -6,13 +6,11 @@ where the engine prefetches or reduces in the background, unit by unit; what is 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import exp, hypot, log
 from operator import attrgetter
 from typing import NamedTuple
 
 from planner.core.notes import risk
-from planner.hardware.cluster import Cluster, Link
+from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines.base import ONE_GPU
 from planner.memory.rank_part import rank_parts
@@ -23,7 +21,14 @@ from planner.speed.roofline import CURRENT, PARTS, Calibration, Conditions, Step
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.rented import collated_s
 from planner.speed.several_gpus import collectives as offload
-from planner.speed.several_gpus.collectives import Collectives, link_rate, link_spread, pipeline_s
+from planner.speed.several_gpus.collectives import (
+    Collectives,
+    at_spread,
+    link_rate,
+    link_spread,
+    pipeline_s,
+    wider,
+)
 from planner.speed.several_gpus.compute import Rank, by_dtensor
 from planner.speed.several_gpus.exchange import DataParallel, context_s, experts_s, hand_over_s, tensor_s
 from planner.speed.several_gpus.traffic import computed, traffic_of
@@ -147,16 +152,8 @@ class Loop:
     def at_links(self, *, slow: bool, network: bool = True) -> "Loop":
         """The same with links as slow, or as fast, as they may be; `network`: those between nodes too."""
         gpu, used, stack = self._given
-
-        def moved(link: Link) -> Link:
-            spread = link_spread(link)
-            return replace(link, bytes_per_s=link.bytes_per_s / spread if slow else link.bytes_per_s * spread)
-
-        cluster = self._links.cluster
-        between = moved(cluster.between) if network and cluster.between is not None else cluster.between
-        links = Links(
-            self._links.model, self._setup, replace(cluster, within=moved(cluster.within), between=between), used, stack
-        )
+        cluster = at_spread(self._links.cluster, slow=slow, network=network)
+        links = Links(self._links.model, self._setup, cluster, used, stack)
         return Loop(links, gpu, self._setup, used, stack, self)
 
     def at(self, seqs: int) -> list[Stage]:
@@ -337,7 +334,7 @@ class LayoutProfile:
     def _off(setup: TrainSetup, total: float, band: float, other: Loop) -> float:
         """A step's band where it may be as long as with other links."""
         other_s = other.step_s(setup.optimizer, setup.micro_batch_seqs, setup.accumulation_steps)
-        return exp(hypot(log(1 + band), log(other_s / total))) - 1
+        return wider(band, other_s / total)
 
     def _notes(self) -> list[str]:
         if self._setup.expert_degree > 1:
