@@ -328,10 +328,10 @@ def of_words(given: Mapping[str, Any], tool: str) -> dict[str, Any]:
 
     Source: transformers 5.23 `hf_argparser.py` _parse_dataclass_field; Axolotl 0.21 `cli/utils/args.py`.
     """
-    known = accepted(tool if tool in snapshot() else "transformers")
+    accepted_names = accepted(tool if tool in snapshot() else "transformers")
     settings: dict[str, Any] = {}
     for key, value in given.items():
-        off = value is True and key not in known and key.removeprefix("no_") in known
+        off = value is True and key not in accepted_names and key.removeprefix("no_") in accepted_names
         settings[key.removeprefix("no_") if off else key] = False if off else value
     return settings
 
