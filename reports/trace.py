@@ -131,7 +131,8 @@ def text_lines(answer: Mapping[str, Any]) -> list[str]:
 def _speed_lines(speed: Mapping[str, Any] | None) -> Iterator[str]:
     if speed is None:
         return
-    rate = f"{speed['tokens_per_s']:,.0f} tokens/s, " if speed["tokens_per_s"] else ""
+    together = f" of {speed['num_gpus']} GPUs together" if speed["num_gpus"] > 1 else ""
+    rate = f"{speed['tokens_per_s']:,.0f} tokens/s{together}, " if speed["tokens_per_s"] else ""
     yield from (
         "",
         f"Speed: {rate}{seconds(speed['step_time_s'])} per step, {percent(speed['mfu_fraction'])} of the card's peak",

@@ -39,6 +39,7 @@ class TracedSpeed:
 
     Attributes:
         tokens_per_s: by the rows that it looks up in its largest embedding to train on; None where it looks up none.
+        num_gpus: whose tokens are counted together: ranks that are alike.
         mfu_fraction: products and attention but what is recomputed, over the data sheet's 16-bit rate.
         parts_s, phases_s: see `planner.speed.timeline.RunTime`.
         by_line, by_module: the dearest first; modules of equal layers together.
@@ -46,6 +47,7 @@ class TracedSpeed:
 
     step_time_s: float
     tokens_per_s: float | None
+    num_gpus: int
     mfu_fraction: float
     band_fraction: float
     parts_s: Mapping[str, float]
@@ -91,6 +93,7 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
     return TracedSpeed(
         step_time_s=step_s,
         tokens_per_s=tokens / step_s if tokens else None,
+        num_gpus=num_ranks,
         mfu_fraction=flops / step_s / nominal if nominal else 0.0,
         band_fraction=band,
         parts_s={**run.parts_s, "copies": run.parts_s.get("copies", 0.0) + behind_s, "trainer": between},

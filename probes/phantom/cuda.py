@@ -250,9 +250,9 @@ def _of_streams(phantom: Phantom) -> dict[str, Any]:
         "synchronize": synchronized,
         "current_stream": lambda device=None: streams.Stream.current,
         "default_stream": lambda device=None: _main,
-        "stream": entered,
+        **dict.fromkeys(("stream", "StreamContext"), entered),
         "set_stream": set_to,
-        **dict.fromkeys(("Stream", "StreamContext"), Stream),
+        "Stream": Stream,
         "Event": Event,
         "is_current_stream_capturing": lambda: False,
     }

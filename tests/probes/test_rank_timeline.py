@@ -124,6 +124,7 @@ def test_a_traced_fsdp2_gathers_every_layer_twice_and_scatters_its_gradient(phan
     whole = next(operator for operator in program_of(rows).operators if operator.name.startswith(COLLECTIVE))
     assert whole.numbers[:3] == (WIDTH * WIDTH * 4, 4, 1)
     speed, nearly_alone = traced_speed(rows, GPU), traced_speed({**rows, "num_ranks": 1}, GPU)
+    assert speed.num_gpus == 4
     assert 0 < speed.parts_s["communication"] < 0.1 * speed.step_time_s
     assert speed.step_time_s > nearly_alone.step_time_s
     # a GPU whose ranks talk over PCIe waits for it, and nobody knows how fast it is
