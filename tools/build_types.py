@@ -194,9 +194,11 @@ _WORDS = {
 def _layer_classes(source: str) -> dict[str, str]:
     """Part of a layer -> its class, with no name of the model's; of BERT's layer and its like."""
     model = re.search(r"^class (\w+)SelfOutput\(", source, re.MULTILINE)
-    parts = [f"{model[1]}{part}" for part in _LAYER] if model else []
+    if model is None:
+        return {}
+    parts = [f"{model[1]}{part}" for part in _LAYER]
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name in parts)
-    return {node.name.removeprefix(model[1]): ast.unparse(node).replace(model[1], "") for node in classes if model}
+    return {node.name.removeprefix(model[1]): ast.unparse(node).replace(model[1], "") for node in classes}
 
 
 _LAYER = ("SelfAttention", "SelfOutput", "Attention", "Intermediate", "Output", "Layer")
@@ -219,7 +221,9 @@ def _hands_positions_on(path: Path) -> bool:
     """Whether a module's causal masks, where it makes any, are made with positions."""
     source = path.read_text()
     shared = re.search(r"mask_kwargs = \{[^}]*position_ids", source) is not None
-    calls = _calls(source, "create_causal_mask")
+    inner = r"[^()]*(?:\((?:[^()]|\([^()]*\))*\)[^()]*)*"  # the calls alone: to parse every module takes seconds
+    masks = re.findall(rf"(?<![\w.])create_causal_mask\({inner}\)", source)
+    calls = _calls("\n".join(masks), "create_causal_mask")
     return all("position_ids" in words or ("**" in words and shared) for words in calls)
 
 
