@@ -113,21 +113,28 @@ def pinned_bytes(model: ModelSpec, setup: TrainSetup) -> int:
 
 
 def loading_refusal(model: ModelSpec, setup: TrainSetup, memory_bytes: int) -> str:
-    """Why a quantized base cannot be loaded into ranks of which each keeps a part; "" where it can.
+    """Why a model cannot be loaded into ranks that then keep less of it; "" where it can.
 
-    Source: transformers 5.23 `quantizers/quantizer_bnb_4bit.py` update_device_map: every process makes the whole of it
-    on its own GPU, before FSDP2 or DeepSpeed cuts it (4.57 `modeling_utils.py` moves each matrix to the host as it is
-    made). Axolotl 0.21 can stage it on the host (`SetupValues.stages_nf4`).
+    Source: transformers 5.23 `quantizers/quantizer_bnb_4bit.py` update_device_map: every process makes the whole of a
+    quantized base on its own GPU, before FSDP2 or DeepSpeed cuts it (4.57 `modeling_utils.py` moves each matrix to the
+    host as it is made). Axolotl 0.21 can stage it on the host (`SetupValues.stages_nf4`). LLaMA-Factory 0.9.5
+    `model/patcher.py` (device_map), `model/adapter.py` _setup_full_tuning: under ZeRO-1 and 2 every GPU holds all
+    weights in fp32 before DeepSpeed has them in 16 bits.
     """
-    whole = setup.quantized and setup.parallel in ("fsdp2", "zero3") and not setup.sharded_at_loading
-    elsewhere = setup.trainer.own_models or setup.stages_nf4
-    if not whole or elsewhere or setup.before_transformers(5, 0):
+    kept = setup.trainer.own_models or setup.stages_nf4 or setup.before_transformers(5, 0)
+    if setup.quantized and setup.parallel in ("fsdp2", "zero3"):
+        if setup.sharded_at_loading or kept:
+            return ""
+        who, what = "transformers 5", "quantized model"
+    elif setup.trainer.widens_loaded and setup.parallel in ("zero1", "zero2") and setup.method == "full":
+        who, what = setup.trainer.title, f"model in {setup.weight_dtype}"
+    else:
         return ""
     whole_bytes = sum(weight_bytes(model, setup).values())
     if whole_bytes <= memory_bytes:
         return ""
-    engine = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}[setup.parallel]
-    return f"transformers 5 makes the whole quantized model ({gib(whole_bytes)}) on every GPU before {engine} cuts it"
+    then = {"fsdp2": "FSDP2 cuts it", "zero3": "ZeRO-3 cuts it"}.get(setup.parallel, "DeepSpeed casts it")
+    return f"{who} makes the whole {what} ({gib(whole_bytes)}) on every GPU before {then}"
 
 
 _OF_WEIGHTS = attrgetter("quantization", "weight_dtype", "kbit_fp32_cast", "quantize_experts", "wide_stacks")

@@ -77,6 +77,7 @@ class Stack:
         builds_encoders: text alone, too, is trained by the class that the checkpoint names, with its encoders.
         stages_nf4: 4-bit matrices under FSDP2 are made by one process, on the host, and every GPU gets its part of
             each: "always", "offloaded" where the base stays on the host, "" never.
+        widens_loaded: it loads its weights on the GPU and makes fp32 of what trains there, before DeepSpeed halves it.
         streams_experts: those stacks lie in the host's memory, one layer's at a time on the card.
         source: where all this was read.
     """
@@ -123,6 +124,7 @@ class Stack:
     widens_stacks: bool = False
     builds_encoders: bool = False
     stages_nf4: str = ""
+    widens_loaded: bool = False
     source: str
 
     @property
@@ -428,8 +430,9 @@ _ROWS = (
         reentrant_checkpointing=True,
         checkpoints_trained=True,
         builds_encoders=True,
-        source="LLaMA-Factory 0.9.5 hparams/model_args.py use_reentrant_gc (True), model/adapter.py (trained "
-        "parameters in fp32 unless pure_bf16), model/model_utils/checkpointing.py "
+        widens_loaded=True,
+        source="LLaMA-Factory 0.9.5 hparams/model_args.py use_reentrant_gc (True), hparams/parser.py (device_map), "
+        "model/adapter.py (trained parameters in fp32 unless pure_bf16 or ZeRO-3), model/model_utils/checkpointing.py "
         "get_custom_gradient_checkpointing_func (trained layers alone, whose input it makes ask for gradients), "
         "model/loader.py (load_class)",
         **_TRAINER,

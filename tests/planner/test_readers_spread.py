@@ -98,6 +98,17 @@ def test_a_base_that_axolotl_stages_on_the_host_may_be_larger_than_a_card(staged
     )
 
 
+def test_llama_factory_loads_in_fp32_on_the_gpu_what_zero_2_halves() -> None:
+    """8B and its optimizer on the host: 24 GiB a step on four cards, but 30 in fp32 before it (LLaMA-Factory#4133)."""
+    llama = loaded("meta-llama/Llama-3.1-8B")
+    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed", num_gpus=4, parallel="zero2")
+    setup = setup.replace(offload="optimizer", stack="llamafactory")
+    assert "29.92 GiB" in loading_refusal(llama, setup, 24 * GIB)
+    assert not loading_refusal(llama, setup, 32 * GIB)
+    for change in ({"precision": "bf16-pure"}, {"parallel": "zero3"}, {"stack": "trl"}):
+        assert not loading_refusal(llama, setup.replace(**change), 24 * GIB)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_axolotls_ways_of_spreading(name: str) -> None:
     text, expected = CASES[name]
