@@ -358,6 +358,20 @@ def test_others_and_pieces_come_first_only_where_they_would_have_been_enough() -
     assert [cause.name for cause in whole.causes] == ["one allocation", "loss"]
 
 
+def test_what_no_smaller_batch_helps_and_what_no_traceback_explains_have_their_changes() -> None:
+    """Of liucongg/ChatGLM-Finetuning#28 (a card that is nearly empty) and ragntune/code-llama-finetune#3."""
+    empty = (
+        "RuntimeError: CUDA out of memory. Tried to allocate 128.00 MiB (GPU 0; 44.99 GiB total capacity; 6.15 GiB "
+        "already allocated; 37.32 GiB free; 6.15 GiB reserved in total by PyTorch)"
+    )
+    assert diagnose(empty).causes[0].name == "room on the card"
+    full = diagnose(empty.replace("37.32 GiB free", "0.10 GiB free"))
+    assert "room on the card" not in [cause.name for cause in full.causes]
+    large = diagnose(NEW.format(**{**PLAIN, "tried": "64.00 GiB"})).causes[0]
+    assert large.name == "one allocation"
+    assert any("sdpa" in change for change in large.changes)
+
+
 def test_ranks_that_all_load_onto_one_card_are_told_from_strangers() -> None:
     """Numbers next to one another (rwth-i6/returnn#1469, huggingface/trl#3172), or far apart."""
 

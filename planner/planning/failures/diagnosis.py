@@ -9,10 +9,12 @@ from planner.hardware.gpus import all_gpus, windows_memory_bytes
 from planner.planning.failures.message import (
     EIGHT_BIT,
     EXPANDABLE,
+    FUSED_ATTENTION,
     FUSED_LOSS,
     GRADIENT_CHECKPOINTING,
     LORA,
     MICRO_BATCH,
+    SHORTER,
     Message,
     Phase,
     phase_of,
@@ -52,6 +54,15 @@ OF_UNSLOTH = {
 }
 PAGED = {EIGHT_BIT: "optim='paged_adamw_8bit', where it is not paged yet: states move to the host as the card fills"}
 """Where bitsandbytes' optimizer runs: large embeddings have 32-bit states in its 8-bit ones too."""
+
+
+REFUSED = (
+    "a larger page file, on Windows and WSL: the driver wants room there for what it gives of the card's memory",
+    "torch.cuda.set_per_process_memory_fraction, ulimit -v or a container's limit, where one is set",
+    "the run again with nvidia-smi beside it: another process may have let the card go since",
+)
+"""What may refuse memory of a card that is not full. Source: ollama/ollama issue 8825 (page file); PyTorch 2.13
+`c10/cuda/CUDACachingAllocator.cpp` (allowed_memory_maximum)."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +159,13 @@ def _causes(message: Message, phase: Phase | None) -> Iterator[Cause]:
             large = gained >= LARGE_FRACTION * (message.total_bytes or 0)
             (enough if large and wanted <= (message.free_bytes or 0) + gained else also).append(cause)
     yield from enough
-    total, tried = message.total_bytes, message.tried_bytes
+    total, tried, free = message.total_bytes, message.tried_bytes, message.free_bytes
+    if tried and free and free > max(2 * tried, GIB):
+        yield Cause("room on the card", f"{gib(tried)} were refused while the card had {gib(free)} free", REFUSED)
     if total and tried and tried > total:
         what = phase.words if phase else "one operation"
         words = f"{what} asked for {gib(tried)} at once, more than the whole card has"
-        yield Cause("one allocation", words, ())
+        yield Cause("one allocation", words, () if phase else (FUSED_ATTENTION, MICRO_BATCH, SHORTER))
     if phase is not None:
         yield Cause(phase.name, f"{phase.words}: {phase.why}", phase.changes)
         yield from also

@@ -318,6 +318,7 @@ GRADIENT_CHECKPOINTING = "gradient_checkpointing=True: activations of one layer 
 MICRO_BATCH = "per_device_train_batch_size down, gradient_accumulation_steps up by as much: the same training"
 SHORTER = "a shorter maximum length: changes what is learned, last"
 FUSED_LOSS = "use_liger_kernel=True (or TRL's loss_type='chunked_nll'): the logits never exist as a whole"
+FUSED_ATTENTION = "attn_implementation='sdpa' (or 'flash_attention_2'): scores in pieces, same result"
 QUANTIZED = "a 4-bit base (QLoRA): a quarter of the weights"
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.9 PYTORCH_CUDA_ALLOC_CONF)"
 EIGHT_BIT = "optim='paged_adamw_8bit' (or adamw_8bit): a quarter of the states"
@@ -353,7 +354,7 @@ PHASES = {
             "attention",
             "attention in the forward pass",
             "the scores of every pair of tokens exist at once: eager attention, or a mask that SDPA refuses",
-            "attn_implementation='sdpa' (or 'flash_attention_2'): scores in pieces, same result",
+            FUSED_ATTENTION,
             GRADIENT_CHECKPOINTING,
             MICRO_BATCH,
             SHORTER,
