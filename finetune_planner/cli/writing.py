@@ -22,7 +22,7 @@ from planner.core.redaction import without_secrets, without_secrets_in_words
 from planner.core.units import gib
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, Difference, ExportRequest, Launch
 from planner.frameworks.exporters.chat import lacks_template
-from planner.frameworks.exporters.folder import folder_files
+from planner.frameworks.exporters.folder import folder_files, start_command
 from planner.frameworks.exporters.trl import REWARDS, STAND_IN
 from planner.frameworks.hyperparameters import choose
 from planner.memory.workload import Data, Workload
@@ -130,8 +130,8 @@ def run_commands(launches: Sequence[Launch], folder: Path) -> dict[str, str]:
 
 
 def _run(launch: Launch) -> str:
-    run, can_run = "bash launch/run.sh", launch.files and launch.complete and len(launch.about) == 1
-    return f"{run} install {launch.target} && {run} {launch.target}" if can_run else ""
+    can_run = launch.files and launch.complete and len(launch.about) == 1
+    return f"bash launch/run.sh install {launch.target} && {start_command(launch)}" if can_run else ""
 
 
 def check_launch_words(targets: Sequence[str] | None, folder: Path | None) -> None:

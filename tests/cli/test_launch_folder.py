@@ -342,6 +342,8 @@ def test_every_spread_gets_a_run_sh_that_a_shell_can_read(tmp_path: Path) -> Non
         assert bool(jobs) == (setup.num_processes > 1 and RUN in {file.path for file in files})
         readme = next((file.text for file in files if file.path == README), "")
         assert sorted(re.findall(r"`sbatch launch/(.*)`", readme)) == sorted(jobs)
+        if jobs:  # run.sh alone waits for the other nodes
+            assert bool(re.search(r"^sbatch launch/\w+/slurm.sbatch ", readme, re.M)) == (export_request.num_nodes > 1)
 
 
 def test_a_readme_of_parts_alone_names_no_file_that_is_not_there() -> None:

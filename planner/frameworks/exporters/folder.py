@@ -60,6 +60,12 @@ def folder_files(
     return tuple(launch_files)
 
 
+def start_command(launch: Launch) -> str:
+    """What starts a target, from the directory that holds `launch/`: on several nodes Slurm, which starts each."""
+    several = _BY_HAND[0] in launch.command
+    return f"sbatch launch/{launch.target}/slurm.sbatch" if several else f"bash launch/{RUN} {launch.target}"
+
+
 def login_words(request: ExportRequest) -> str:
     """Whether the hub wants a login for the model; "" for a directory."""
     name = shown_path(request.model_id)
@@ -92,7 +98,7 @@ def _readme(
             "",
             "```bash",
             f"bash launch/{RUN} install {first}   # a virtual environment .venv-{first} with the tested versions",
-            f"bash launch/{RUN} {first}           # the run",
+            f"{start_command(started[0])}           # the run",
             "```",
             "",
             *(f"As a job, instead (its first lines say what it needs): `{command}`\n" for command in submitted),
