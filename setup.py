@@ -18,7 +18,9 @@ ROOT = Path(__file__).parent
 TOP, ROOMS = "finetune_planner", ("planner", "probes", "search", "reports")
 _ROOM = f"({'|'.join(ROOMS)})"
 NAMED = (
-    re.compile(rf"(?<=\bfrom ){_ROOM}(?=[\w.]* import )"),  # from planner.core.units import gib
+    re.compile(
+        rf"(?<=\bfrom ){_ROOM}(?=[\w.{{}}]* import )"
+    ),  # from planner.core.units import gib, f"from probes.{name} import"
     re.compile(
         rf"""(?<=["']){_ROOM}(?=\.(?:["']|[a-z_]+[.:"']))"""
     ),  # "probes.gpu.worker", f"finetune_planner.cli.{one}"
