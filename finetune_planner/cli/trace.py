@@ -23,6 +23,7 @@ from planner.core.notes import measured as noted
 from planner.core.redaction import secrets_known, without_secrets_in, without_secrets_in_words
 from planner.core.units import gib
 from planner.frameworks.exporters import Launch
+from planner.hardware.cluster import known_link
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.options.stacks import TARGET_ROWS
@@ -103,6 +104,9 @@ class FollowOptions:
         )
 
 
+ONE_NODE = options.Links()
+
+
 @takes_options
 def trace(
     command: Annotated[list[str], typer.Argument(help="After --: the command as you run it.", metavar="COMMAND")],
@@ -112,6 +116,7 @@ def trace(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Run the program without asking.")] = False,
     data: StandIns,
     memory: options.Memory,
+    links: options.Links,
     out: Annotated[Path | None, typer.Option(help="Directory for trace.json.")] = None,
     as_json: options.Json = False,
 ) -> int:
@@ -124,20 +129,25 @@ def trace(
     from probes.phantom.runner import program, protection
 
     card = options.announced(find_gpu(gpu))
+    for link in links.interconnect.lower().split("+") if links.interconnect else ():
+        known_link(link.strip())  # before the program runs, whose ranks only its end tells
     order = follow.order(command, card, data, memory.of(card)[0])
     ask(order, program(command), protection(order).kind, yes)
-    answer = answer_of(order, card, memory.of(card))
+    answer = answer_of(order, card, memory.of(card), links)
     if out is not None:
         write_files(out, {"trace.json": json.dumps(answer, indent=2) + "\n"})
     tell(answer, text_lines(answer), as_json=as_json)
     return EXIT_NOTHING_FITS if answer["verdict"] == "does not fit" else EXIT_OK
 
 
-def answer_of(order: "TraceOrder", card: GpuSpec, memory_and_reserve: tuple[int, int]) -> dict[str, Any]:
+def answer_of(
+    order: "TraceOrder", card: GpuSpec, memory_and_reserve: tuple[int, int], links: options.Links = ONE_NODE
+) -> dict[str, Any]:
     """Runs the program and says what it needs, as the document that --json prints.
 
     Args:
         memory_and_reserve: of the card, and what of it stays free, in bytes.
+        links: between the GPUs of a program of several.
 
     Raises:
         EnvironmentProblem: the program cannot be followed.
@@ -161,21 +171,23 @@ def answer_of(order: "TraceOrder", card: GpuSpec, memory_and_reserve: tuple[int,
         memory_bytes=memory,
         budget_bytes=memory - reserve,
         num_steps=order.options.num_steps or trace.num_steps,
-        speed=speed_of(needs or trace, card),
+        speed=speed_of(needs or trace, card, links),
     )
     shown: dict[str, Any] = without_secrets_in(answer, secrets_known(order.command))
     return shown
 
 
-def speed_of(trace: TraceResult, card: GpuSpec) -> "TracedSpeed | None":
-    """The speed of the program's last step; None where no step ended, of one rank of several, and where what the traced
-    process wrote makes no program (the program could write to it too)."""
+def speed_of(trace: TraceResult, card: GpuSpec, links: options.Links = ONE_NODE) -> "TracedSpeed | None":
+    """The speed of the program's last step; None where no step ended, under tensor parallelism, and where what the
+    traced process wrote makes no program (the program could write to it too)."""
     if trace.program is None:
         return None
     from planner.speed.traced import traced_speed
 
     try:
-        return traced_speed(trace.program, card)
+        num_gpus = int(trace.program.get("num_ranks", 1))
+        cluster = options.cluster_of(card, num_gpus, links.nodes, links.interconnect) if num_gpus > 1 else None
+        return traced_speed(trace.program, card, cluster)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError):
         return None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from planner.hardware.cluster import make_cluster
+from planner.hardware.cluster import Cluster, make_cluster
 from planner.hardware.gpu import GpuSpec
 from planner.speed.host import host_of, issued_s
 from planner.speed.operators import COLLECTIVE, ISSUERS, TRAINER, Program, program_of
@@ -57,8 +57,11 @@ class TracedSpeed:
     notes: tuple[str, ...]
 
 
-def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
+def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec, cluster: Cluster | None = None) -> TracedSpeed:
     """The speed of the program whose `rows` a trace wrote (`TraceResult.program`); of all ranks together.
+
+    Args:
+        cluster: the machines of several GPUs, None: those that their number suggests.
 
     Raises:
         ValueError: it exchanges what its forward goes on with (tensor parallelism): DTensor's Python decides, whose
@@ -71,7 +74,7 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec) -> TracedSpeed:
     if num_ranks > 1:
         if _exchanges_within(program):
             raise ValueError("no speed is said of tensor parallelism")
-        cluster = make_cluster(gpu, num_ranks)
+        cluster = cluster or make_cluster(gpu, num_ranks)
         run = rank_program(program, rates, cluster, reduces_each=True).time(loop, host_of(gpu))
         slow = rank_program(program, rates, at_spread(cluster, slow=True), reduces_each=True).time(loop, host_of(gpu))
         spread = max(run.band_fraction, card_band(gpu), load_calibration().bands.get("spread", 0.0))

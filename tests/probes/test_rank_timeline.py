@@ -131,6 +131,9 @@ def test_a_traced_fsdp2_gathers_every_layer_twice_and_scatters_its_gradient(phan
     slow = traced_speed(rows, find_gpu("rtx-4090"))
     assert slow.parts_s["communication"] > 0.3 * slow.step_time_s
     assert slow.band_fraction > 2 * speed.band_fraction
+    measured = traced_speed(rows, find_gpu("rtx-4090"), make_cluster(find_gpu("rtx-4090"), 4, interconnect="22GB/s"))
+    assert measured.step_time_s < slow.step_time_s
+    assert measured.band_fraction < slow.band_fraction
 
 
 def test_a_traced_ddp_reduces_beside_its_backward(phantom: Phantom) -> None:
