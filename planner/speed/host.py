@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from planner.hardware.gpu import GpuSpec
-from planner.speed.operators import ISSUERS, TRAINER
+from planner.speed.operators import HOST, ISSUERS, TRAINER
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.rented import HOST_FASTER, HOST_SLOWER_RENTED, MICRO_BATCH_S, STEP_S, WALK_S
 
@@ -70,6 +70,12 @@ TENSOR_S = {"aten._fused_adamw_": 1.1e-6, "aten._foreach_norm": 3e-6}
 """Of multi-tensor operators by tensor in their lists: fused AdamW 5.3 microseconds for five lists, clipping 6 for its
 norms and products, foreach AdamW 15.6."""
 FOREACH_TENSOR_S = 1.0e-6
+SLOW_HOST_BAND = 1.4
+"""How much longer the host's part of a step may take, as a fraction: CPU-Adam moves what the host's memory does, and
+its rate was fitted on servers (124 GB/s a node). Two channels of DDR4-3200 move 51 GB/s at most.
+
+Source: JEDEC JESD79-4. Two TITAN RTX with GPT-2 XL under ZeRO-3 took longer still (huggingface/blog
+accelerate-deepspeed.md: 362 tokens/s, 2,740 predicted)."""
 _PRODUCTS = (
     "aten.mm",
     "aten.addmm",
@@ -113,6 +119,11 @@ def host_of(gpu: GpuSpec) -> Host:
     return Host() if measured_scale is None else Host(name="this machine's CPU", scale=measured_scale)
 
 
+def moving_words(bytes_per_s: float) -> str:
+    """What to say of how fast the host works on its own memory."""
+    return f"taken to move {bytes_per_s / 1e9:.0f} GB/s as servers did; a workstation's memory moves 50 or less"
+
+
 class Named(Protocol):
     """What an operator is to the host, of whatever size."""
 
@@ -150,6 +161,8 @@ def issued_s(call: Named, issuer: int, launches: bool, *, checkpointed: bool) ->
     if name.startswith(TRAINER):
         what = name.removeprefix(TRAINER)
         return call.numbers[0] * WALK_S[what] + {"micro-batch": MICRO_BATCH_S, "step": STEP_S}[what]
+    if name.startswith(HOST):
+        return call.numbers[0] / load_calibration().layout_constants.cpu_adam_bytes_per_s
     if "empty" in name:
         return EMPTY_S
     if name == "aten.detach" and issuer == _ENGINE and checkpointed:

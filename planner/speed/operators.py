@@ -90,6 +90,8 @@ class Operator(NamedTuple):
 TRAINER = "trainer."
 """Before the names of what is no operator either: what a trainer's Python does with its model, whose only number is how
 many modules that has."""
+HOST = "host."
+"""Before the names of operators on tensors in the host's memory, whose only number is the bytes that they move."""
 WAIT = "wait"
 """The name of what is no operator: the host looks at a value, and waits for all that was issued."""
 COLLECTIVE = "collective."

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from planner.core.notes import measured
+from planner.core.units import seconds
 from planner.hardware.cluster import Cluster, make_cluster
 from planner.hardware.gpu import GpuSpec
-from planner.speed.host import host_of, issued_s
-from planner.speed.operators import COLLECTIVE, ISSUERS, TRAINER, Program, program_of
+from planner.speed.host import SLOW_HOST_BAND, host_of, issued_s, moving_words
+from planner.speed.operators import COLLECTIVE, HOST, ISSUERS, TRAINER, Program, program_of
 from planner.speed.prices import Price, needed_flops, price
 from planner.speed.rank_timeline import rank_program
 from planner.speed.rates import CardRates, card_band, card_rates
@@ -91,6 +93,10 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec, cluster: Cluster | None 
     behind_s = max(0.0, _aside_s(program, times, rates) - run.step_s)
     between = BETWEEN_S + COLLATED_TOKEN_S * tokens / num_ranks if trained else 0.0
     step_s = run.step_s + behind_s + between
+    hosted_s, notes = _hosted_s(program, times), host_notes(run)
+    if hosted_s > 0.5 * run.parts_s["host"]:
+        moving = moving_words(load_calibration().layout_constants.cpu_adam_bytes_per_s)
+        notes = (measured(f"{seconds(hosted_s)} are the CPU's work on tensors in the host's memory, {moving}"),)
     nominal = gpu.bf16_flops_per_s or gpu.fp16_flops_per_s or gpu.fp32_flops_per_s or 0.0
     prices = [price(operator, rates) for operator in program.operators]
     return TracedSpeed(
@@ -98,14 +104,14 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec, cluster: Cluster | None 
         tokens_per_s=tokens / step_s if tokens else None,
         num_gpus=num_ranks,
         mfu_fraction=flops / step_s / nominal if nominal else 0.0,
-        band_fraction=band,
+        band_fraction=max(band, card_band(gpu) + SLOW_HOST_BAND * hosted_s / step_s),
         parts_s={**run.parts_s, "copies": run.parts_s.get("copies", 0.0) + behind_s, "trainer": between},
         phases_s=run.phases_s,
         by_line=_costs(rows, program, prices, lambda line, module: line or "(libraries)"),
         by_module=_costs(
             rows, program, prices, lambda line, module: re.sub(r"\.\d+(?=\.|$)", ".*", module) or "(none)"
         ),
-        notes=host_notes(run),
+        notes=notes,
     )
 
 
@@ -126,6 +132,13 @@ def _times(program: Program) -> dict[int, int]:
         for call in program.segments[place].calls:
             counts[call] += 1
     return counts
+
+
+def _hosted_s(program: Program, times: Mapping[int, int]) -> float:
+    """Seconds of operators on tensors in the host's memory, such as the step of an optimizer there."""
+    calls = ((program.operators[call // _NUM], call % _NUM, count) for call, count in times.items())
+    hosted = ((operator, issuer, count) for operator, issuer, count in calls if operator.name.startswith(HOST))
+    return sum(count * issued_s(operator, issuer, False, checkpointed=False) for operator, issuer, count in hosted)
 
 
 def _aside_s(program: Program, times: Mapping[int, int], rates: CardRates) -> float:

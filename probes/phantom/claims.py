@@ -79,14 +79,17 @@ class Claims:
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, which from now on says that its memory is pinned; nothing is."""
-    tensor._says_pinned = True
+    """`tensor`, whose memory, and so every view of it, from now on says that it is pinned; nothing is."""
+    tensor.untyped_storage()._says_pinned = True
     return tensor
 
 
 def says_pinned(tensor: torch.Tensor, device: Any = None) -> bool:
     """`Tensor.is_pinned`."""
-    return getattr(tensor, "_says_pinned", False)
+    try:
+        return getattr(tensor.untyped_storage(), "_says_pinned", False)
+    except (NotImplementedError, RuntimeError):  # a wrapper without a storage of its own
+        return False
 
 
 def claims_answered(claims: Claims) -> AbstractContextManager[None]:

@@ -324,8 +324,20 @@ _C_ZERO = (
 )  # fmt: skip
 
 
+def _awaited(phantom: Phantom, followed: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The host waits for an event or a stream: for all that was issued."""
+
+    def synchronize(waiting: Any) -> None:
+        followed(waiting)
+        phantom.issued.waited()
+
+    return synchronize
+
+
 def _answers(phantom: Phantom) -> Iterator[Replacement]:
     functions = _functions(phantom)
+    for waiting in (Stream, Event):
+        yield waiting, "synchronize", _awaited(phantom, waiting.synchronize)
     for name, value in functions.items():
         yield torch.cuda, name, value
         for module in (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs):

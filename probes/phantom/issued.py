@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from planner.speed.operators import ISSUERS, TRAINER, WAIT, Operator, Program, Segment
+from planner.speed.operators import HOST, ISSUERS, TRAINER, WAIT, Operator, Program, Segment
 from probes.dryrun.fastmeta import Remembered
-from probes.dryrun.operators import ENGINE, RECOMPUTE, OperatorLog
+from probes.dryrun.operators import ENGINE, FORWARD, RECOMPUTE, OperatorLog
 from probes.dryrun.streams import Stream
 from probes.phantom.origins import Origins, user_line
 
@@ -71,6 +71,10 @@ class Issued(OperatorLog):
         if waits:
             self.waited()
 
+    def on_host(self, func: Any, moved_bytes: int) -> None:
+        """An operator on tensors of the host, which computes it before it issues anything else."""
+        self.noted(Operator(f"{HOST}{func}", numbers=(float(moved_bytes),)))
+
     def launch(self, name: str, arguments: Sequence[Any]) -> None:
         if self._training >= 0:
             self.launched(name, [argument for argument in arguments if isinstance(argument, torch.Tensor)], ())
@@ -80,7 +84,7 @@ class Issued(OperatorLog):
         num = self._num_modules.get(id(model))
         if num is None:
             num = self._num_modules[id(model)] = sum(1 for _ in model.modules())
-        self.calls.append(self._number(Operator(f"{TRAINER}{what}", numbers=(float(num),))) * len(ISSUERS) + 1)
+        self.calls.append(self._number(Operator(f"{TRAINER}{what}", numbers=(float(num),))) * len(ISSUERS) + FORWARD)
 
     def micro_batch_begins(self) -> None:
         self._micro_batch = len(self.calls)

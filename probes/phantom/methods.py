@@ -54,7 +54,9 @@ class _Methods:
             "cpu": lambda tensor, memory_format=None: self.to(tensor, CPU),
             "numpy": _method(self.numpy),
             "tolist": _method(self.tolist),
-            "pin_memory": lambda tensor, device=None: tensor if says_pinned(tensor) else pinned(tensor.detach()),
+            "pin_memory": lambda tensor, device=None: (
+                tensor if says_pinned(tensor) else pinned(tensor.detach().clone())
+            ),
             "is_pinned": says_pinned,
             "record_stream": lambda tensor, stream: None,  # C++ takes none but its own streams
             "data_ptr": _method(self.address),

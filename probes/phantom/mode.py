@@ -24,7 +24,7 @@ from probes.phantom.claims import CPU, CUDA, META, Claims, pinned, says_pinned, 
 from probes.phantom.issued import Issued
 from probes.phantom.memory import CardMemory
 from probes.phantom.origins import Origins
-from probes.phantom.values import Values, answer, floating_bytes
+from probes.phantom.values import Values, aliases, answer, changed_tensors, floating_bytes
 
 HOST_BYTES = 1 << 18
 """A floating-point tensor of at least so many bytes that the program makes on the CPU is not filled."""
@@ -218,6 +218,10 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
             self.issued.travelled(out, to_host=False, is_pinned=is_pinned, waits=waits)
         elif target is CUDA:
             self.issued.ran(func, args, kwargs, out, self._remembered)
+        elif target is CPU and "empty" not in str(func):
+            written = [*changed_tensors(func, args, kwargs)] or ([] if aliases(func) else _flat(out))
+            if written:
+                self.issued.on_host(func, sum(tensor.nbytes for tensor in (*metas, *written)))
         return out
 
     def _copied(self, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from planner.memory.rank_part import rank_parts
 from planner.models.spec import ModelSpec
 from planner.options.kernels import speed_band
 from planner.setup import FIELDS, TrainSetup
+from planner.speed.host import SLOW_HOST_BAND, moving_words
 from planner.speed.roofline import CURRENT, PARTS, Calibration, Conditions, StepTime
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.rented import collated_s
@@ -245,12 +246,6 @@ class Loop:
 LINK_MATTERS = 1.5
 """How many times its own band a step's band by the links within a node must be for people to be told that these
 decide."""
-SLOW_HOST_BAND = 1.4
-"""How much longer the host's part of a step may take, as a fraction: CPU-Adam moves what the host's memory does, and
-its rate was fitted on servers (124 GB/s a node). Two channels of DDR4-3200 move 51 GB/s at most.
-
-Source: JEDEC JESD79-4. Two TITAN RTX with GPT-2 XL under ZeRO-3 took longer still (huggingface/blog
-accelerate-deepspeed.md: 362 tokens/s, 2,740 predicted)."""
 DTENSOR_BAND = 0.25
 """The same of the host's part under tensor parallelism, whose dispatch was timed on a CPU alone: of two runs that wait
 for it one took 15 % less and one 15 % longer than said (tp_benchmark)."""
@@ -345,12 +340,9 @@ class LayoutProfile:
             ]
         if self._setup.offload == "none":
             return []
-        rate = self._calibration.layout_constants.cpu_adam_bytes_per_s
         moved = f"{offload.optimizer_bytes(self._setup)} bytes a parameter"
-        return [
-            f"The optimizer runs on the CPUs of each node: {moved}, taken to move {rate / 1e9:.0f} GB/s as "
-            "servers did; a workstation's memory moves 50 or less."
-        ]
+        rate = moving_words(self._calibration.layout_constants.cpu_adam_bytes_per_s)
+        return [f"The optimizer runs on the CPUs of each node: {moved}, {rate}."]
 
 
 def _program_beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | None:

@@ -9,7 +9,8 @@ from torch import nn
 from planner.hardware.gpus import find_gpu
 from planner.speed.operators import TRAINER, WAIT, program_of
 from planner.speed.rates import card_rates
-from planner.speed.traced import traced_speed
+from planner.speed.roofline.calibration import load_calibration
+from planner.speed.traced import TracedSpeed, traced_speed
 from probes.phantom.card import card_of
 from probes.phantom.issued import Issued
 from probes.phantom.mode import Phantom
@@ -101,6 +102,39 @@ def test_a_look_at_the_loss_is_a_wait(phantom: Phantom) -> None:
     assert sum(call // 5 in waits for call in program.segments[step].calls) == 1
 
 
+def speed_beside(phantom: Phantom, does: Callable[[], object]) -> TracedSpeed:
+    """Of a step that `does` something before its optimizer."""
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.zeros(SEQS, TOKENS, dtype=torch.int64, device="cuda")).sum().backward()
+        does()
+        optimizer.step()
+    rows = summary(phantom, "done").program
+    assert rows is not None
+    return traced_speed(rows, GPU)
+
+
+def test_a_step_in_the_hosts_memory_takes_that_memorys_time(phantom: Phantom) -> None:
+    """torchao's CPUOffloadOptimizer was as quick as an optimizer without states: AdamW reads and writes four tensors
+    (PyTorch's schema takes a gradient to be written too), once the gradients that it waits for are there."""
+    weight = nn.Parameter(torch.zeros(1 << 26, dtype=torch.bfloat16))
+    weight.grad = torch.zeros_like(weight)
+    away = torch.optim.AdamW([weight], fused=True)
+
+    def steps() -> None:
+        torch.cuda.Stream().record_event().synchronize()
+        away.step()
+
+    base, hosted = speed_beside(phantom, lambda: None), speed_beside(phantom, steps)
+    moved_s = 8 * weight.nbytes / load_calibration().layout_constants.cpu_adam_bytes_per_s
+    assert hosted.step_time_s - base.step_time_s == pytest.approx(moved_s, rel=0.05)
+    assert any("host's memory" in note for note in hosted.notes)
+    assert not any("host's" in note for note in base.notes)
+    operators = program_of(summary(phantom, "done").program or {}).operators
+    assert any(operator.name == WAIT for operator in operators)
+
+
 def test_copies_between_host_and_card_take_the_links_time(phantom: Phantom) -> None:
     """What a program carries to the host and back was as quick as within the card, and `copy_` took no time at all; on
     a stream of its own it goes beside the rest, until the link is what takes longest."""
@@ -110,15 +144,7 @@ def test_copies_between_host_and_card_take_the_links_time(phantom: Phantom) -> N
     aside = torch.cuda.stream(torch.cuda.Stream())  # entered again and again
 
     def step_s(carry: Callable[[], object]) -> float:
-        model = Net().cuda()
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            model(torch.zeros(SEQS, TOKENS, dtype=torch.int64, device="cuda")).sum().backward()
-            carry()
-            optimizer.step()
-        rows = summary(phantom, "done").program
-        assert rows is not None
-        return traced_speed(rows, GPU).step_time_s
+        return speed_beside(phantom, carry).step_time_s
 
     def carried_aside(times: int) -> None:
         for _ in range(times):
@@ -128,6 +154,7 @@ def test_copies_between_host_and_card_take_the_links_time(phantom: Phantom) -> N
     base = step_s(lambda: None)
     link_s = (1 << 30) / card_rates(GPU).pcie
     assert step_s(lambda: there.copy_(here)) - base == pytest.approx(link_s, rel=0.02)
+    assert step_s(lambda: there.copy_(here.data)) - base == pytest.approx(link_s, rel=0.02)  # as pinned as `here`
     assert step_s(lambda: there.to("cpu")) - base > 3 * link_s
     assert step_s(lambda: plain.cuda()) - base > 3 * link_s
     assert 0 < step_s(lambda: there.copy_(there.clone())) - base < 0.2 * link_s
