@@ -79,11 +79,12 @@ def one(
     start = time.perf_counter()
     try:
         config, spec, card = load(path, args.gpu, CheckRequest(model=model))
-        predict(spec, card, config.setup, None)
+        level = predict(spec, card, config.setup, None).level
         setup = config.setup
         line: dict[str, Any] = {
             "outcome": "read",
             "format": config.format,
+            "level": level.value,
             "model": config.model_id,
             "said": f"{setup.method} r{setup.lora_rank} {setup.precision} {setup.quantization} "
             f"{setup.micro_batch_seqs}x{setup.accumulation_steps}x{setup.seq_len_tokens} ck{setup.checkpointing} "
@@ -146,6 +147,7 @@ def main() -> None:
         print(
             f"--fix: {dict(Counter(line['fix'].partition(' (')[0] for line in lines if 'fix' in line).most_common())}"
         )
+    print(f"by {dict(Counter(line['level'] for line in lines if 'level' in line).most_common())}")
     counts = Counter(line["outcome"] for line in lines)
     times = sorted(line["seconds"] for line in lines)
     print(f"{len(files)} files: {dict(counts.most_common())}; median {times[len(times) // 2]} s, worst {times[-1]} s")

@@ -3,6 +3,7 @@ of layers each.
 
     python -m tools.build_profiles [NAME ...]              # profiles: what is missing, or was made by another dry run
     python -m tools.build_profiles --structures NAME ...   # of these models' structures, for models of any size
+    python -m tools.build_profiles --structures --add ...  # to the files what they lack of what people write
     python -m tools.build_profiles --programs [...]        # programs instead of profiles
     python -m tools.build_profiles --ranks [...]           # profiles of ranks that keep a part of the states
     python -m tools.build_profiles --minutes 20            # as many as fit; the next call goes on
@@ -13,11 +14,12 @@ Needs torch, no GPU and no weights: 20 to 180 CPU seconds a file.
 """
 
 import argparse
+import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,17 @@ from typing import Any
 from planner.core.errors import UnknownModelError
 from planner.core.packed import read_packed, write_packed
 from planner.hardware.gpu import GpuSpec
+from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of
 from planner.memory.profiles import (
     OF_RANKS,
     SCHEMA,
     SHIPPED,
+    Piece,
+    ProfileMoment,
+    StepProfile,
     config_digest,
+    find_profile,
     profiled_breakdown,
     profiled_step,
     profiles_of,
@@ -42,6 +49,8 @@ from planner.models import catalogue
 from planner.models.families import spec_from_config
 from planner.models.spec import AttentionSpec, ModelSpec
 from planner.models.structures import sizes_of, structure_of
+from planner.models.targets import dropout_refusal, unmatched_targets
+from planner.options.kernels import kernels_refusal
 from planner.options.losses import TRL_VOCAB_CHUNK
 from planner.planning.space import PLANNED_CHECKPOINTING
 from planner.setup import TrainSetup
@@ -50,6 +59,7 @@ from planner.speed.step_program import save_programs
 from probes.dryrun import dry_run_report
 from probes.dryrun.report import DryRunReport
 from probes.tracing.profile_builder import (
+    CARDS,
     ProfileBuilder,
     build_profiles,
     of_ranks,
@@ -59,6 +69,7 @@ from probes.tracing.profile_builder import (
 )
 from probes.tracing.programs import ProgramBuilder, program_structures
 
+GPU = find_gpu(CARDS[0])
 SPACINGS = [spacing for spacing in PLANNED_CHECKPOINTING if spacing]
 SAME = 0.001
 """A profile's own error is 0.01 % at most (docs/step-profiles.md)."""
@@ -102,17 +113,27 @@ def profiled(name: str) -> bool:
     return model is not None and path_of(model) is not None
 
 
-def build(names: list[str], minutes: float, *, programs: bool, ranks: bool) -> None:
-    """Builds the profiles that are not current, or programs, in order, until the time is up."""
+def build(names: list[str], minutes: float, *, programs: bool, ranks: bool, add: bool = False) -> None:
+    """Builds the profiles that are not current, or programs, in order, until the time is up.
+
+    Args:
+        add: to the files that there are what they lack of what people write, and nothing else.
+    """
     end, shipped = time.monotonic() + 60 * minutes, PROGRAMS if programs else OF_RANKS if ranks else SHIPPED
     for name in names:
         model = catalogue.load(name)
-        if model is None or (not programs and current(path_of(model, shipped))):
+        if model is None or (not programs and not add and current(path_of(model, shipped))):
             continue
         if time.monotonic() > end:
             return
         started, path = time.process_time(), shipped / f"{config_digest(model.config)}.json.gz"
         built: Mapping[str, Any]
+        if add and (structure_of(model) is not None or not path.exists()):
+            continue
+        if add:
+            said = _added(path, ProfileBuilder(model), as_people_write(model))
+            print(f"{name}: {said}, {time.process_time() - started:.0f} CPU s", flush=True)
+            continue
         if programs:
             builder = ProgramBuilder(model)
             built, failures = builder.all(program_structures(model)), builder.failures
@@ -125,8 +146,23 @@ def build(names: list[str], minutes: float, *, programs: bool, ranks: bool) -> N
         print(f"{name}: {_said(path, built, failures)}, {time.process_time() - started:.0f} CPU s", flush=True)
 
 
-def build_structures(names: list[str], minutes: float, *, programs: bool, ranks: bool) -> None:
-    """Builds the files of the structures of these models, each from a model of sizes that share no factor."""
+def _added(
+    path: Path,
+    builder: ProfileBuilder,
+    asked: Mapping[str, tuple[TrainSetup, GpuSpec]],
+    like: ModelSpec | None = None,
+) -> str:
+    """What was written: a file's profiles, and those of what is asked that it lacks."""
+    stored, raw = stored_profiles(path), read_packed(path, SCHEMA, shipped=True)
+    assert raw is not None, f"{path} is to be added to"
+    built = builder.all({key: pair for key, pair in asked.items() if key not in stored})
+    save_profiles(path, {**stored, **built}, raw["versions"], like)
+    return _said(path, built, builder.failures) or "nothing"
+
+
+def build_structures(names: list[str], minutes: float, *, programs: bool, ranks: bool, add: bool = False) -> None:
+    """Builds the files of the structures of these models, each from a model of sizes that share no factor; `add` as in
+    `build`."""
     end, built = time.monotonic() + 60 * minutes, set[str]()
     for name in names:
         model = catalogue.load(name)
@@ -134,7 +170,8 @@ def build_structures(names: list[str], minutes: float, *, programs: bool, ranks:
         if model is None or structure is None or structure in built or time.monotonic() > end:
             continue
         built.add(structure)
-        if not programs and current((OF_RANKS if ranks else SHIPPED) / f"{structure}.json.gz"):
+        path = (OF_RANKS if ranks else SHIPPED) / f"{structure}.json.gz"
+        if (not programs and not add and current(path)) or (add and not path.exists()):
             continue
         started = time.process_time()
         for own_heads in (True, False):  # some types take a head for a share of the features
@@ -145,7 +182,8 @@ def build_structures(names: list[str], minutes: float, *, programs: bool, ranks:
                 continue
             if not alike:
                 continue
-            if summary := _structure_programs(at_depth()) if programs else _structure_profiles(model, at_depth, ranks):
+            made = _structure_programs(at_depth()) if programs else _structure_profiles(model, at_depth, ranks, add=add)
+            if summary := made:
                 print(f"{name}: {structure} {summary}, {time.process_time() - started:.0f} CPU s", flush=True)
                 break
         else:
@@ -161,7 +199,7 @@ def _structure_programs(like: ModelSpec) -> str:
     return _said(path, programs, builder.failures)
 
 
-def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec], ranks: bool) -> str:
+def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec], ranks: bool, *, add: bool = False) -> str:
     """What was written; nothing where no run was possible."""
     like = at_depth()
     structure = structure_of(model)
@@ -175,34 +213,105 @@ def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec], ra
     for other in others:  # depths that leave other layers behind the last checkpoint
         if any(other.num_layers % every not in {of.num_layers % every for of in members} for every in SPACINGS):
             members.append(other)
+    builder = ProfileBuilder(like, members, lambda depth: at_depth(num_layers=depth).config, of_rank=ranks)
+    path = (OF_RANKS if ranks else SHIPPED) / f"{structure}.json.gz"
+    if add:
+        return _added(path, builder, as_people_write(like), like)
     requested = {key: pair for of in reversed(members[:3]) for key, pair in planned_structures(of).items()}
-    requested |= _as_people_write(like, requested)
     if ranks:
         requested = of_ranks(like, requested.values())
     else:
         fused = with_fused_adapters(like, [pair for pair in requested.values() if not pair[0].activation_offload])
+        requested |= as_people_write(like, requested.values())
         requested |= {structure_key(like, gpu, setup): (setup, gpu) for setup, gpu in fused}
-    builder = ProfileBuilder(like, members, lambda depth: at_depth(num_layers=depth).config, of_rank=ranks)
-    path = (OF_RANKS if ranks else SHIPPED) / f"{structure}.json.gz"
     if profiles := builder.all(requested):
         save_profiles(path, profiles, versions(), like)
     return _said(path, profiles, builder.failures)
 
 
-def _as_people_write(
-    model: ModelSpec, requested: Mapping[str, tuple[TrainSetup, GpuSpec]]
+QUERIES_AND_VALUES = ("q_proj", "v_proj")
+"""What PEFT adapts by itself in most decoders (0.21 `TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`)."""
+
+
+def as_people_write(
+    model: ModelSpec, walked: Iterable[tuple[TrainSetup, GpuSpec]] = ()
 ) -> dict[str, tuple[TrainSetup, GpuSpec]]:
-    """What files ask that no plan walks: transformers' own kernels, and adapters with dropout, all layers checkpointed
-    or none."""
-    additions = {}
-    for setup, gpu in requested.values():
+    """What files ask that no plan walks, by key: of what is walked with all layers checkpointed or none transformers'
+    own kernels and a dropout; and what 722 published files ask most (docs/step-profiles.md)."""
+    cases = [(setup, GPU) for setup in _of_files()]
+    for setup, gpu in walked:
         other = setup.activation_offload or setup.selective_checkpointing or setup.loss == "liger"
-        if setup.checkpointing > 1 or other:
+        if setup.checkpointing <= 1 and not other:
+            eager = setup.replace(kernels="eager")
+            cases += [(eager, gpu), (eager.replace(lora_dropout=0.05 * (setup.method != "full")), gpu)]
+    asked = {}
+    for setup, gpu in cases:
+        refused = kernels_refusal(setup.kernels, model.model_type) or dropout_refusal(model, setup)
+        if not refused and (setup.method == "full" or not unmatched_targets(model, setup.lora_targets)):
+            asked[structure_key(model, gpu, setup)] = setup, gpu
+    return asked
+
+
+_CHECKPOINTED = {"checkpointing": 1}
+_REENTRANT = {"checkpointing": 1, "reentrant_checkpointing": True}
+_KEPT = {"checkpointing": 0}
+
+
+def _of_files() -> Iterator[TrainSetup]:
+    """Transformers' own kernels, fp32 adapters under autocast, reentrant checkpoints (Axolotl, LLaMA-Factory), adapters
+    on attention or on its queries and values alone, checkpoints on the host (Unsloth), preferences."""
+    usual: dict[str, Any] = {"accumulation_steps": 2, "optimizer": "adamw", "loss": "full", "kernels": "eager"}
+    whole = TrainSetup(method="full", lora_rank=0, precision="bf16-autocast", **usual, **_CHECKPOINTED)
+    yield from (whole.replace(**kept) for kept in (_CHECKPOINTED, _REENTRANT, _KEPT))
+    yield from (whole.replace(loss="liger", kernels="liger", **kept) for kept in (_CHECKPOINTED, _REENTRANT))
+    yield from (whole.replace(loss="liger", **kept) for kept in (_CHECKPOINTED, _KEPT))
+    yield from (whole.replace(precision=precision, **_REENTRANT) for precision in ("bf16-mixed", "bf16-pure"))
+    on_host = {"loss": "chunked", "activation_offload": True}
+    yield from (whole.replace(precision=precision, **on_host) for precision in ("bf16-autocast", "bf16-pure"))
+    yield from (whole.replace(objective="dpo", precision=precision) for precision in ("bf16-autocast", "bf16-mixed"))
+    for method, quantization in (("lora", "none"), ("qlora", "nf4-double"), ("qlora", "int8")):
+        adapters = whole.replace(method=method, quantization=quantization, lora_rank=16, adapter_dtype="fp32")
+        dropped = adapters.replace(lora_dropout=0.05)
+        yield from (
+            setup.replace(loss=loss, **_REENTRANT) for setup in (adapters, dropped) for loss in ("full", "liger")
+        )
+        if quantization == "int8":
             continue
-        eager = setup.replace(kernels="eager")
-        for variant in (eager, eager.replace(lora_dropout=0.05)) if setup.method != "full" else (eager,):
-            additions[structure_key(model, gpu, variant)] = variant, gpu
-    return additions
+        yield adapters.replace(objective="dpo", adapter_dtype="auto")
+        yield from (setup.replace(**kept) for setup in (adapters, dropped) for kept in (_CHECKPOINTED, _KEPT))
+        yield from (dropped.replace(loss=loss) for loss in ("liger", "chunked"))
+        yield dropped.replace(loss="chunked", **_KEPT)
+        yield from (adapters.replace(kernels=kernels, **on_host) for kernels in ("eager", "fused"))
+        for few in ("attention", QUERIES_AND_VALUES):
+            of_few = dropped.replace(lora_targets=few)
+            yield from (of_few.replace(**kept) for kept in (_CHECKPOINTED, _REENTRANT, _KEPT))
+            yield of_few.replace(lora_dropout=0.0, **_REENTRANT)
+            yield of_few.replace(lora_dropout=0.0, **on_host)
+
+
+def stored_profiles(path: Path) -> dict[str, StepProfile]:
+    """The profiles of a file, with the terms that they are kept in."""
+    raw = read_packed(path, SCHEMA, shipped=True)
+    if raw is None:
+        return {}
+    numbers = 4 if "sizes" in raw else 2
+    forms = [tuple(zip(*[iter(values)] * numbers, strict=True)) for values in map(json.loads, raw["forms"])]
+    groups = [tuple(group) for group in raw["groups"]]
+    moments = [
+        ProfileMoment(
+            phase,
+            bool(later),
+            tuple((groups[group], forms[form]) for group, form in zip(alive[::2], alive[1::2], strict=True)),
+        )
+        for phase, later, *alive in map(json.loads, raw["moments"])
+    ]
+
+    def piece(alone: int, shortest: int, longest: int | None, numbers: list[int]) -> Piece:
+        chosen = tuple(moments[number] for number in numbers)
+        return Piece(one_sequence=bool(alone), shortest_tokens=shortest, longest_tokens=longest, moments=chosen)
+
+    profiles = raw["profiles"].items()
+    return {key: StepProfile(pieces=tuple(piece(*values) for values in json.loads(pieces))) for key, pieces in profiles}
 
 
 def _said(path: Path, built: Mapping[str, Any], failures: Mapping[str, str]) -> str:
@@ -281,7 +390,10 @@ def check(num: int, seed: int) -> int:
     errors: dict[str, list[float]] = {"allocated": [], "reserved": []}
     for _ in range(num):
         model = draw.choice(models)
-        key, (setup, gpu) = draw.choice(sorted(planned_structures(model).items(), key=lambda entry: entry[0]))
+        structures = planned_structures(model) | as_people_write(model)
+        kept = sorted(key for key, (setup, gpu) in structures.items() if find_profile(model, gpu, setup) is not None)
+        key = draw.choice(kept)
+        setup, gpu = structures[key]
         for words, *pair in deviations(model, gpu, setup):
             wrong += abs(pair[0]) > 0.003
             for values, error in zip(errors.values(), pair, strict=True):
@@ -322,6 +434,7 @@ def main() -> int:
     parser.add_argument("--programs", action="store_true", help="programs (speed) instead of profiles (memory)")
     parser.add_argument("--ranks", action="store_true", help="profiles of ranks that keep a part of the states")
     parser.add_argument("--structures", action="store_true", help="of their structures of layers, for any size")
+    parser.add_argument("--add", action="store_true", help="to files that there are what they lack of what people ask")
     parser.add_argument("--check", type=int, default=0, metavar="N", help="compare N kept structures with fresh runs")
     parser.add_argument("--confirm", type=int, default=0, metavar="N", help="compare N structures of each model")
     parser.add_argument("--seed", type=int, default=1)
@@ -332,10 +445,10 @@ def main() -> int:
     if args.confirm:
         confirm(names, args.confirm, args.seed)
     elif args.structures:
-        build_structures(names, args.minutes, programs=args.programs, ranks=args.ranks)
+        build_structures(names, args.minutes, programs=args.programs, ranks=args.ranks, add=args.add)
     else:
         names = [name for name in names if args.names or not args.programs or profiled(name)]
-        build(names, args.minutes, programs=args.programs, ranks=args.ranks)
+        build(names, args.minutes, programs=args.programs, ranks=args.ranks, add=args.add)
     return 0
 
 

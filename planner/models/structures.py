@@ -16,6 +16,8 @@ from planner.options.losses import TRL_VOCAB_CHUNK
 FEWEST_OUTSIDE_LAYERS = -6
 """Modules, tensors in lists or calls that come beside those of every layer: so many fewer, or up to as many more as a
 model has layers (37 were run: up to 30, five lists of what five other modules have)."""
+_LOADED = "bitsandbytes"
+"""Whose packed weights are what loading in 4 or 8 bits makes of 16-bit ones."""
 Sizes = dict[str, int]
 
 
@@ -26,8 +28,9 @@ def structure_of(model: ModelSpec) -> str | None:
 
 
 def _structure_of(model: ModelSpec) -> str | None:
-    if len(model.layer_kinds) != 1 or model.num_layers < 2 or model.config.get("quantization_config"):
-        return None  # also where weights are stored packed
+    packed = model.config.get("quantization_config") or {}
+    if len(model.layer_kinds) != 1 or model.num_layers < 2 or packed.get("quant_method", _LOADED) != _LOADED:
+        return None  # also where weights are stored packed otherwise than they are loaded
     layer = model.layer_kinds[0]
     attention, mlp = layer.attention, layer.mlp
     if attention is None or attention.kind != "softmax" or mlp is None or layer.cross_attention:

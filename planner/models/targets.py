@@ -11,6 +11,7 @@ Measured: counts equal real PEFT on meta for all 44 types (tests/probes/test_lor
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from planner.core.errors import SetupError
@@ -224,6 +225,24 @@ def same_targets(model: ModelSpec, names: tuple[str, ...]) -> str:
         except SetupError:
             continue
     return ""
+
+
+def adapted_set(model: ModelSpec, targets: Targets) -> str:
+    """A word for what targets adapt, however they say it: a target set, else the full names of the matrices where the
+    same are adapted in every layer, else the targets themselves."""
+    return (
+        targets if isinstance(targets, str) else model.once(("adapted set", targets), lambda _: _set_of(model, targets))
+    )
+
+
+def _set_of(model: ModelSpec, targets: tuple[str, ...]) -> str:
+    with suppress(SetupError):
+        adapted = lora_linears(model, targets)
+        names = tuple(sorted({linear.name for _, _, linears in adapted for linear in linears}))
+        for word, same in (*zip(TARGET_SETS, TARGET_SETS, strict=True), ("+".join(names), names)):
+            if lora_linears(model, same) == adapted:
+                return word
+    return str(targets)
 
 
 def available_names(model: ModelSpec) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ stack's own default where a published run does not say it. Every stack here rele
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any, final
 
 from planner.core import plugins
@@ -441,6 +442,22 @@ _ROWS = (
 
 STACKS: Mapping[str, Stack] = {row.name: row for row in _ROWS}
 """Every stack by its name."""
+
+
+_OF_FULL_LOSS = ("keeps_outputs", "upcasts_logits", "loss_chunks", "loss_chunk_tokens", "in_place_loss", "shifted_loss")
+_OF_STEP = (
+    "own_models", "packs_rows", "masks_samples", "torch_nf4", "grouped_experts", "streams_experts", "steps_in_backward",
+    "single_operations", "selects_products", "one_kernel_gelu", "fuses_plain_adapters",
+)  # fmt: skip
+
+
+@cache
+def stack_of_bytes(name: str, *, full_loss: bool, autocast: bool) -> str:
+    """The first stack whose step holds what this one's does, the optimizer's apart, where the setup says the rest:
+    adapters' type, kind of checkpointing, all of one model trained."""
+    fields = (*_OF_STEP, *_OF_FULL_LOSS * full_loss, *("widens_outputs",) * (full_loss and autocast))
+    alike = attrgetter(*fields)
+    return next(row.name for row in _ROWS if alike(row) == alike(STACKS[name]))
 
 
 @final

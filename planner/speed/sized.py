@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profiles import MONOMIALS, profiled_kind, respaced, structure_key
+from planner.memory.profiles import MONOMIALS, profiled_kind, program_key, respaced
 from planner.models.spec import ModelSpec
 from planner.options.adapters import ADAPTERS
 from planner.options.losses import LOSSES
@@ -594,7 +594,7 @@ def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramS
     issued = setup.replace_trusted(reentrant_checkpointing=False) if setup.reentrant_checkpointing else setup
     if setup.stack != DEFAULT and setup.trainer.runs_trainer:
         issued = issued.replace_trusted(stack=DEFAULT, adapter_dtype=setup.resolved_adapter_dtype)
-    key, apart = structure_key(model, gpu, issued), setup.checkpointing
+    key, apart = program_key(model, gpu, issued), setup.checkpointing
     program = programs.get(key)
     if program is None and apart > 1:
         program = programs.spaced((respaced(key, 0), respaced(key, 1)), apart, model.num_layers)

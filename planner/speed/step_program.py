@@ -1,7 +1,7 @@
 """`StepProgram`: what one structure of training step issues, its sizes left open: the dry run's program in closed form.
 
 A structure is everything of a setup but micro-batch, length, rank, accumulation and optimizer
-(`planner.memory.profiles.structure_key`). Its operators' shapes are polynomials in those; which operators come in
+(`planner.memory.profiles.program_key`). Its operators' shapes are polynomials in those; which operators come in
 which order does not depend on them, but for a loss that cuts its tokens into tiles. One compressed file a model, made
 by `probes.tracing.programs`; operators, segments and steps that several structures share are written once.
 """

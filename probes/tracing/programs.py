@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profiles import MONOMIALS, Form, structure_key
+from planner.memory.profiles import MONOMIALS, Form, program_key
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
@@ -154,7 +154,7 @@ def program_structures(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[s
     ]
     eager = [(setup.replace_trusted(kernels="eager"), gpu) for setup, gpu in structures]
     for setup, gpu in (*structures, *eager, *with_fused_adapters(model, structures)):
-        by_key.setdefault(structure_key(model, gpu, setup), (setup, gpu))
+        by_key.setdefault(program_key(model, gpu, setup), (setup, gpu))
     return by_key
 
 

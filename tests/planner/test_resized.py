@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.hardware.gpus import find_gpu
-from planner.memory.profiles import structure_key
+from planner.memory.profiles import program_key
 from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, structure_of
 from planner.setup import TrainSetup
@@ -40,8 +40,8 @@ def programs(model: ModelSpec) -> ModelPrograms:
 def flops(model: ModelSpec, setup: TrainSetup) -> float:
     """Of a micro-batch's products, by its program."""
     model_programs = programs(model)
-    program = model_programs.get(structure_key(model, H100, setup)) or model_programs.get(
-        structure_key(model, H100, setup.replace(kernels="eager"))
+    program = model_programs.get(program_key(model, H100, setup)) or model_programs.get(
+        program_key(model, H100, setup.replace(kernels="eager"))
     )
     sized = Sized(model_programs, card_rates(H100), SEQS, TOKENS, RANK, {})
     calls = (
@@ -137,6 +137,8 @@ def test_other_layers_are_another_structure() -> None:
     assert structure_of(loaded("google/gemma-2-2b")) is None
     packed = {**model.config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     assert structure_of(replace(model, config=packed)) is None
+    loaded_so = {**model.config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    assert structure_of(replace(model, config=loaded_so)) == structure_of(model)
 
 
 def test_checkpoints_of_any_spacing_stand_between_none_and_every() -> None:

@@ -32,6 +32,7 @@ from planner.memory.profiles import (
 from planner.memory.rank_part import rank_parts
 from planner.memory.step import allocator_gap_bytes
 from planner.models import catalogue
+from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec
 from planner.models.structures import sizes_of, structure_of
 from planner.planning.plan_request import PlanRequest
@@ -125,6 +126,61 @@ def test_a_key_says_its_spacing_at_one_place_whatever_its_other_values(targets: 
     assert respaced(key, 1) == structure_key(loaded(NAME), GPU, setup.replace(checkpointing=1))
 
 
+ADAPTERS = TrainSetup(lora_dropout=0.05, checkpointing=1, loss="liger", kernels="eager", adapter_dtype="fp32")
+FULL = TrainSetup(method="full", lora_rank=0, loss="full", kernels="eager", precision="bf16-mixed")
+
+
+@pytest.mark.parametrize(
+    ("setup", "same", "other"),
+    [
+        (ADAPTERS, {"stack": "unsloth"}, {"stack": "torchtune"}),
+        (ADAPTERS, {"stack": "plain-loop"}, {"stack": "plain-loop", "loss": "full"}),
+        (FULL, {"stack": "llamafactory"}, {"stack": "unsloth"}),
+        (ADAPTERS, {"lora_dropout": 0.1}, {"lora_dropout": 0.0}),
+        (ADAPTERS, {"precision": "fp16-autocast"}, {"precision": "bf16-fp16-autocast"}),
+        (FULL, {"precision": "fp16-mixed"}, {"precision": "fp32"}),
+        (ADAPTERS, {"checkpointing": 0, "reentrant_checkpointing": True}, {"reentrant_checkpointing": True}),
+        (ADAPTERS, {"attention": "flash-attention-2", "packing": True}, {"attention": "sdpa", "packing": True}),
+        (
+            ADAPTERS,
+            {"lora_targets": ("k_proj", "q_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj", "query")},
+            {"lora_targets": ("q_proj", "v_proj")},
+        ),
+        (
+            ADAPTERS.replace(lora_targets=("q_proj", "v_proj")),
+            {"lora_targets": (r".*self_attn\.[qv]_proj",)},
+            {"lora_targets": (r".*layers\.3\.self_attn\.[qv]_proj",)},
+        ),
+    ],
+)
+def test_setups_whose_step_holds_the_same_bytes_have_one_profile(
+    setup: TrainSetup, same: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """`tests/probes/test_step_profiles.py` runs some of these pairs."""
+    model = loaded(NAME)
+    kept = {name: value for name, value in same.items() if name == "checkpointing"}
+    assert structure_key(model, GPU, setup.replace(**same)) == structure_key(model, GPU, setup.replace(**kept))
+    assert structure_key(model, GPU, setup.replace(**other)) != structure_key(model, GPU, setup)
+
+
+def test_a_packed_micro_batch_is_one_sequence_of_all_its_samples(shipped: Any) -> None:
+    model, setup = _fresh(shipped[0]), shipped[1].replace(attention="flash-attention-2")
+    packed = setup.replace(packing=True, micro_batch_seqs=3, seq_len_tokens=1000)
+    long = setup.replace(micro_batch_seqs=1, seq_len_tokens=3000)
+    mine, one = (memory_of(model, GPU, variant)[0].breakdown for variant in (packed, long))
+    assert mine.profiled
+    assert mine.phase_bytes == one.phase_bytes
+    assert mine.peak_reserved_bytes == one.peak_reserved_bytes
+    by_mask = memory_of(model, GPU, packed.replace(attention="sdpa"))[0].breakdown
+    assert not by_mask.profiled
+
+
+def test_a_model_with_its_encoder_has_no_profile_of_its_text_alone() -> None:
+    text = loaded("Qwen/Qwen3.5-2B")
+    assert profile_store.profiles_of(_fresh(text)) is not None
+    assert profile_store.profiles_of(with_vision(_fresh(text))) is None
+
+
 def test_profiles_of_other_versions_are_not_this_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a cache, or a team's, holds: any other version of any library that a step executes."""
     model, here = loaded(NAME), profile_store.library_versions()
@@ -198,7 +254,7 @@ def test_predict_says_profile_where_there_is_one_and_formula_elsewhere(shipped: 
     assert prediction.level is Fidelity.PROFILE
     assert prediction.memory_band_fraction < predict(model, GPU, setup.replace(loss="full")).memory_band_fraction
     assert predict(model, GPU, setup.replace(stack="axolotl")).level is Fidelity.PROFILE
-    for fields in ({"checkpointing": 0}, {"stack": "unsloth"}):
+    for fields in ({"checkpointing": 0}, {"stack": "litgpt"}):
         assert predict(model, GPU, setup.replace(**fields)).level is Fidelity.FORMULA
     state = engine_of(setup).state(rank_parts(model, setup)[0], setup, accumulated=False)
     states = state.optimizer_bytes(setup.optimizer)[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.hardware.gpus import find_gpu
-from planner.memory.profiles import structure_key
+from planner.memory.profiles import program_key
 from planner.setup import TrainSetup
 from planner.speed import family_speeds, speed_profile
 from planner.speed.roofline import CURRENT, ThroughputProfile, throughput_profile
@@ -164,7 +164,7 @@ def test_an_optimizer_that_a_program_does_not_know_is_the_formulas() -> None:
     speed = speed_profile(MODEL, H200, FULL)
     assert isinstance(speed, ProgramSpeed)
     programs = programs_of(MODEL)
-    program = programs.get(structure_key(MODEL, H200, FULL))
+    program = programs.get(program_key(MODEL, H200, FULL))
     without = ProgramSpeed(MODEL, H200, FULL, programs, program._replace(steps={}))
     whole = without.step_time(FULL)
     assert without.at(8, 1)[0] == pytest.approx(whole.step_time_s)

@@ -182,6 +182,20 @@ def test_what_is_put_together_is_what_is_run() -> None:
     assert max(abs(errors[phase]) for phase in ("loss", "backward")) < 0.001, errors
 
 
+def test_setups_of_one_profile_hold_the_same_bytes() -> None:
+    """Another trainer, another 16-bit type with its loss scaler, and rows of packed samples are one sequence."""
+    model, sizes = loaded(SMALL), {"micro_batch_seqs": 1, "seq_len_tokens": 1920}
+    setup = TrainSetup(
+        kernels="eager", loss="liger", attention="flash-attention-2", adapter_dtype="fp32", checkpointing=1, **sizes
+    )
+    packed = {"packing": True, "micro_batch_seqs": 3, "seq_len_tokens": 640}
+    other = setup.replace(stack="unsloth", precision="fp16-autocast", lora_dropout=0.0, **packed)
+    assert structure_key(model, GPU, other) == structure_key(model, GPU, setup)
+    reports: list[Any] = [dry_run_report(model, GPU, variant, use_cache=False) for variant in (setup, other)]
+    mine, others = (report.prediction.phase_peaks_bytes for report in reports)
+    assert others == pytest.approx(mine, rel=5e-5)
+
+
 SHARED = ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "google-bert/bert-base-cased")
 """Of a structure of layers each, small and unlike the model that was run in width, heads and depth; BERT has no norm
 behind its layers and classifies."""
