@@ -587,7 +587,7 @@ def save_profiles(
             pieces.append([int(piece.one_sequence), piece.shortest_tokens, piece.longest_tokens, numbers])
         packed[key] = text_of(pieces)
     tables = {name: [*table] if name == "groups" else [*map(text_of, table)] for name, table in shared.items()}
-    raw = {"schema": SCHEMA, "versions": dict(versions), **tables}
+    raw: dict[str, Any] = {"schema": SCHEMA, "versions": dict(versions), **tables}
     if like is not None:
         raw |= {"sizes": sizes_of(like), "changes": changes(like)}
     write_packed(path, {**raw, "profiles": packed})

@@ -239,7 +239,8 @@ def _set_of(model: ModelSpec, targets: tuple[str, ...]) -> str:
     with suppress(SetupError):
         adapted = lora_linears(model, targets)
         names = tuple(sorted({linear.name for _, _, linears in adapted for linear in linears}))
-        for word, same in (*zip(TARGET_SETS, TARGET_SETS, strict=True), ("+".join(names), names)):
+        sets: dict[str, Targets] = {**{word: word for word in TARGET_SETS}, "+".join(names): names}
+        for word, same in sets.items():
             if lora_linears(model, same) == adapted:
                 return word
     return str(targets)
