@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from benchmarks.gathered import rows as gathered_rows
 from finetune_planner.cli.app import run
 from finetune_planner.improvement import improve
 from planner.core.units import GIB, gib
@@ -25,6 +27,7 @@ from planner.models import catalogue
 from planner.planning.check import (
     LENGTHS_LEAVE,
     LENGTHS_ON_FIXED_SEGMENTS,
+    PACKED_LEAVE,
     Verdict,
     band_of,
     certain_bytes,
@@ -572,14 +575,16 @@ def test_what_an_optimizer_keeps_less_of_is_an_upper_bound() -> None:
     assert verdicts == [Verdict.DOES_NOT_FIT, Verdict.UNCERTAIN, Verdict.UNCERTAIN]
 
 
-@pytest.mark.parametrize("more", [{"expandable_segments": True}, {"packing": True}, {}])
-def test_different_lengths_on_fixed_segments_reserve_more_and_it_is_said(more: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "more", [{"expandable_segments": True}, {"packing": True, "stack": "torchtune"}, {"packing": True}, {}]
+)
+def test_different_lengths_on_fixed_segments_reserve_more_and_it_is_said(more: dict[str, Any]) -> None:
     config = read_text(TRL, "trl.yaml", model=MODEL)
     config = replace(config, setup=config.setup.replace(**{"expandable_segments": False, "packing": False, **more}))
     result = check(config, MODEL, GPU, 2000 * GIB, prediction_of)
     least, most = left_by_lengths_bytes(result.prediction, config.setup)
     note = LENGTHS_ON_FIXED_SEGMENTS.format(f", usually {gib(least)} to {gib(most)}")
-    assert (note in result.notes) == (least > 0) == (not more)
+    assert (note in result.notes) == (least > 0) == (more in ({}, {"packing": True}))
 
 
 def test_a_file_that_says_nothing_of_the_allocator_fits_only_where_it_does_on_fixed_segments() -> None:
@@ -617,6 +622,16 @@ def test_what_different_lengths_leave_cached_is_measured() -> None:
     inside = [LENGTHS_LEAVE[0] <= share <= LENGTHS_LEAVE[1] for share in shares.values()]
     assert (sum(inside), len(inside)) == (36, 40)
     assert round(statistics.median(shares.values()), 1) == 1.7
+    packed = [row for row in gathered_rows() if row.group == "qwen3_ultrachat"]
+    left = []
+    for row in packed:
+        model, card = row.model_and_gpu()
+        assert row.setup is not None
+        assert row.device_bytes is not None
+        prediction = predict(model, card, row.setup)
+        more = row.device_bytes - prediction.peak_device_bytes
+        left.append(more / left_by_lengths_bytes(prediction, row.setup)[1] * PACKED_LEAVE[1])
+    assert [round(share, 2) for share in sorted(left)] == [0.07, 0.44, 0.45, 0.45, 0.45]
 
 
 def test_logits_that_pile_up_over_an_evaluation_are_no_fit() -> None:
