@@ -259,7 +259,7 @@ def _plan(document: Mapping[str, Any]) -> dict[str, Any]:
             for row in others
         )
     else:
-        would_fit = tuple(clean(remedy.action) for remedy in answer.remedies if remedy.fits)
+        would_fit = tuple(clean(suggestion.action) for suggestion in answer.suggestions if suggestion.fits)
     extras = extras_from_dict(document)
     short = BriefPlan(
         schema_version=SCHEMA_VERSION,

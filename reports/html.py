@@ -188,8 +188,10 @@ def plan_view(plan: Plan | NoPlan, extras: Extras, name: str, *, single: bool) -
         "tiles": _tiles(plan, chosen),
         "beside": compared(plan) if isinstance(plan, Plan) and plan.alternatives else [],
         "beside_note": compared_words(plan, compared(plan)) if isinstance(plan, Plan) else "",
-        "remedies": table_of(text.REMEDY_HEADER, text.remedy_rows(plan)) if isinstance(plan, NoPlan) else None,
+        "suggestions": None,
     }
+    if isinstance(plan, NoPlan):
+        view["suggestions"] = table_of(text.SUGGESTION_HEADER, text.suggestion_rows(plan))
     view["sections"] = _sections(view)
     return view
 
@@ -224,7 +226,7 @@ def _charts(plan: Plan | NoPlan, extras: Extras, name: str) -> dict[str, Any]:
 def _sections(view: dict[str, Any]) -> list[tuple[str, str]]:
     charts = view["charts"]
     sections = (
-        ("remedies", "What would help", view["remedies"]),
+        ("suggestions", "What would help", view["suggestions"]),
         ("memory", "Memory", True),
         ("launch", "Run it" if view["launch"] else "The setup", True),
         ("why", "Why", view["plan"].tree),
@@ -285,7 +287,7 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
         blocks = [f"**Nothing fits: {gib(plan.missing_bytes)} missing.**"]
         blocks += [f"{escape(text.nearest_sentence(plan))} {escape(text.memory_sentence(chosen))}"]
         blocks += ["## What would make it fit, smallest change first"]
-        blocks += [_numbers(view["remedies"]) if plan.remedies else "No single change is enough.", *memory]
+        blocks += [_numbers(view["suggestions"]) if plan.suggestions else "No single change is enough.", *memory]
     blocks += ["## Why: the decision tree", "\n".join(tree)] if tree else []
     if isinstance(plan, Plan) and plan.alternatives:
         header = ("", "difference", "tokens/s", "from", "peak", "from ", "rank", "fits", "what it costs or buys")

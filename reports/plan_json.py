@@ -20,7 +20,7 @@ from planner.memory.workload import Data, Workload
 from planner.models.spec import ModelSpec
 from planner.options.images import Images
 from planner.options.rollouts import Rollout
-from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
+from planner.planning.plan import Alternative, Answer, NoPlan, Plan, SpaceCount, Suggestion
 from planner.setup.codec import decode
 from planner.setup.interchange import SCHEMA_VERSION, request_form, setup_from_dict, to_jsonable
 from planner.setup.memory_terms import PHASES
@@ -171,7 +171,7 @@ def plan_to_dict(plan: Plan | NoPlan, *, extras: Mapping[str, Any] | None = None
     else:
         values["nearest"] = to_dict(plan.nearest, detail=True)
         values["missing_bytes"] = plan.missing_bytes
-        values["remedies"] = to_jsonable(plan.remedies)
+        values["suggestions"] = to_jsonable(plan.suggestions)
     values["walk"], values["space"] = to_jsonable(plan.tree), to_jsonable(plan.space)  # "walk": as in schema 1
     values["notes"], values["note_places"] = list(plan.notes), places(plan.notes)
     values.update(extras or {})
@@ -225,7 +225,7 @@ def _plan(document: Mapping[str, Any]) -> Plan | NoPlan:
         return NoPlan(
             nearest=candidate_from_dict(document["nearest"]),
             missing_bytes=decode(int, document["missing_bytes"], "missing_bytes"),
-            remedies=decode(tuple[Remedy, ...], document["remedies"], "remedies"),
+            suggestions=decode(tuple[Suggestion, ...], document["suggestions"], "suggestions"),
             **shared,
         )
     return Plan(

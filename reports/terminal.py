@@ -95,8 +95,8 @@ def render_plan(
         page.line(clean(sentence), style=text.sentence_style(sentence))
     if isinstance(answer, NoPlan):
         page.head("What would make it fit, smallest change first")
-        if answer.remedies:
-            page.whole(text.REMEDY_HEADER, text.remedy_rows(answer), right=("saves",))
+        if answer.suggestions:
+            page.whole(text.SUGGESTION_HEADER, text.suggestion_rows(answer), right=("saves",))
         else:
             page.line("No single change is enough.", indent=2)
     _memory(page, answer.subject, workload.memory_bytes)
@@ -314,7 +314,7 @@ def render_brief(
 
     head: Part = partial(_head, answer=answer)
     besides: list[Part] = [
-        partial(_alternatives_or_remedies, answer=answer, number=number) for number in range(NUM_ALTERNATIVES + 1)
+        partial(_alternatives_or_suggestions, answer=answer, number=number) for number in range(NUM_ALTERNATIVES + 1)
     ]
 
     # a refusal says what works; the risks are of a setup that nobody runs
@@ -350,12 +350,12 @@ def _head(page: Page, answer: Plan | NoPlan) -> None:
     _groups(page, chosen, answer.workload.memory_bytes)
 
 
-def _alternatives_or_remedies(page: Page, answer: Plan | NoPlan, number: int) -> None:
-    if isinstance(answer, NoPlan) and answer.remedies and number:
+def _alternatives_or_suggestions(page: Page, answer: Plan | NoPlan, number: int) -> None:
+    if isinstance(answer, NoPlan) and answer.suggestions and number:
         page.line()
         page.line("What would make it fit, smallest change first", style="bold")
-        for remedy in [change for change in answer.remedies if change.fits][:number]:
-            page.line(f"→ {clean(remedy.action)}")
+        for suggestion in [change for change in answer.suggestions if change.fits][:number]:
+            page.line(f"→ {clean(suggestion.action)}")
     if isinstance(answer, NoPlan):
         return
     chosen, *rows = compared(answer, number)

@@ -421,14 +421,14 @@ def plan_sentences(plan: Plan) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-REMEDY_HEADER = ("change", "saves", "enough?")
+SUGGESTION_HEADER = ("change", "saves", "enough?")
 
 
-def remedy_rows(no_plan: NoPlan) -> list[tuple[str, str, str]]:
-    """What would make it fit, under REMEDY_HEADER."""
+def suggestion_rows(no_plan: NoPlan) -> list[tuple[str, str, str]]:
+    """What would make it fit, under SUGGESTION_HEADER."""
     return [
-        (clean(remedy.action), gib(remedy.saves_bytes), "yes" if remedy.fits else "not alone")
-        for remedy in no_plan.remedies
+        (clean(suggestion.action), gib(suggestion.saves_bytes), "yes" if suggestion.fits else "not alone")
+        for suggestion in no_plan.suggestions
     ]
 
 

@@ -50,8 +50,8 @@ def grid_script(grid: Grid, name: str = "") -> str:
         ],
         "marks": list(marks),
         "fastest": grid.fastest(),
-        "remedies": [
-            [clean(remedy.action) for remedy in answer.remedies if remedy.fits] if isinstance(answer, NoPlan) else []
+        "suggestions": [
+            [clean(each.action) for each in answer.suggestions if each.fits] if isinstance(answer, NoPlan) else []
             for answer in grid.answers
         ],
         "fixed": _fixed(grid),

@@ -275,7 +275,7 @@ RETIRED = {
     "said_by_tool": "parse_tool_launcher", "held_alike": "equivalent_loss", "weights_held": "weight_allocation",
     "norm_behind": "post_mlp_norm", "loss_beside": "last_stage_loss", "asked_setup": "setup_from_request",
     "on_one_rung": "on_one_level", "rung": "level", "climb_probe": "refine_by_probe",
-    "rival": "dominating", "_outrun": "_dominated", "DEALT_BAND": "EXPERT_PARALLEL_BAND",
+    "rival": "dominating", "Remedy": "Suggestion", "_outrun": "_dominated", "DEALT_BAND": "EXPERT_PARALLEL_BAND",
     "until_loss": "freed_before_loss_backward", "groundwork": "shared_costs",
 }  # fmt: skip
 """Words of our own -> the field's, which took their place."""

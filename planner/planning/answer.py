@@ -33,7 +33,7 @@ from planner.planning.decision.results import SHARED_MEMORY, NodeResults, WalkRe
 from planner.planning.decision.tree import SingleGpuAnswer, answers, kernels_words, preferred_nodes
 from planner.planning.expressed import check_something_expressed, target_notes, unwritten, writers
 from planner.planning.groups import WalkCache
-from planner.planning.plan import Alternative, CorrectionKey, NoPlan, Plan, Remedy, SpaceCount, trade
+from planner.planning.plan import Alternative, CorrectionKey, NoPlan, Plan, SpaceCount, Suggestion, trade
 from planner.planning.space import BRANCH_FIELDS, branches, dimension_values, micro_batches, sample_setups
 from planner.planning.walk import WalkedSetup
 from planner.setup import TrainSetup
@@ -191,12 +191,12 @@ def _nothing_fits(walked: _Walked, planning: _Planning) -> Plan | NoPlan:
         nearer = _nothing_fits(afresh.walk(form), afresh)
         if form.model is not workload.model:
             nearer = replace(nearer, notes=(_copied(workload.model, form.model, "is nearest unpacked"), *nearer.notes))
-        actions = {remedy.action for remedy in refused.remedies}
+        actions = {suggestion.action for suggestion in refused.suggestions}
         if isinstance(nearer, NoPlan):
-            more = (remedy for remedy in nearer.remedies if remedy.action not in actions)
-            nearer = replace(nearer, remedies=(*refused.remedies, *more))
+            more = (suggestion for suggestion in nearer.suggestions if suggestion.action not in actions)
+            nearer = replace(nearer, suggestions=(*refused.suggestions, *more))
         return nearer
-    return replace(refused, remedies=(*_plain_copy(workload, refused.nearest), *refused.remedies))
+    return replace(refused, suggestions=(*_plain_copy(workload, refused.nearest), *refused.suggestions))
 
 
 def _space_count(workload: Workload, values: Mapping[str, tuple[Any, ...]], results: WalkResults) -> SpaceCount:
@@ -462,7 +462,7 @@ def _copied(model: ModelSpec, copy: ModelSpec, why: str) -> str:
     return measured(f"{published}, which {why}: planned for its 16-bit copy {copy.model_id}")
 
 
-def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
+def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Suggestion, ...]:
     """A 16-bit copy of weights that are published in a type that is not quantized again."""
     if not dequantizing_class(workload.model):
         return ()
@@ -475,7 +475,7 @@ def _plain_copy(workload: Workload, nearest: Candidate) -> tuple[Remedy, ...]:
     experts = f", experts too, in {title}" if chosen.setup.quantize_experts else ""
     words = f"name a 16-bit copy of it: it trains in {chosen.setup.quantization}{experts}"
     saved = nearest.formula.peak_device_bytes - chosen.formula.peak_device_bytes
-    return (Remedy(words, saved),)
+    return (Suggestion(words, saved),)
 
 
 def _with_packages(workload: Workload, chosen: Candidate | None, cache: WalkCache) -> tuple[Alternative, ...]:

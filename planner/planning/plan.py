@@ -114,7 +114,7 @@ def _trade(mine: Evidence, theirs: Evidence, *, verdict: Fit) -> str:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class Suggestion:
     """One change that would make something fit, smallest first in a NoPlan."""
 
     action: str
@@ -157,7 +157,7 @@ class NoPlan:
     workload: Workload
     nearest: Candidate
     missing_bytes: int
-    remedies: tuple[Remedy, ...]
+    suggestions: tuple[Suggestion, ...]
     tree: tuple[Answer, ...]
     space: SpaceCount
     notes: tuple[str, ...] = ()

@@ -364,8 +364,8 @@ def test_refusal_page(browser: Browser, tmp_path: Path) -> None:
     browser.open(write(tmp_path, report_html([Entry(plan=no_plan)])))
     text = browser.js("return document.body.innerText")
     assert f"Nothing fits: {gib(no_plan.missing_bytes)} missing." in text
-    for remedy in no_plan.remedies:
-        assert remedy.action in text
+    for suggestion in no_plan.suggestions:
+        assert suggestion.action in text
     assert browser.problems() == []
 
 

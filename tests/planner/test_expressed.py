@@ -153,9 +153,9 @@ def test_a_target_that_can_express_nothing_says_why(workload: Workload, reason: 
     assert "--target" in caught.value.hint
 
 
-def test_where_only_the_target_stands_in_the_way_the_remedy_is_to_leave_it_out() -> None:
+def test_where_only_the_target_stands_in_the_way_the_suggestion_is_to_leave_it_out() -> None:
     answer = refusal_of(plan_request(LLAMA, "t4", "trl"))
-    assert answer.remedies[0].action.startswith("leave --target out")
+    assert answer.suggestions[0].action.startswith("leave --target out")
 
 
 @pytest.mark.parametrize(("name", "fixed", "note_start"), [

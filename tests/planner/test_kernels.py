@@ -228,7 +228,7 @@ def test_flex_attention_is_for_sinks_and_holds_no_scores() -> None:
     fewer = {"method": ("lora",), "parallel": ("ddp",)}
     of_two = PlanRequest(seq_len=16_384, fixed=fewer).workload(gpt_oss, gpu, make_cluster(gpu, 2))
     refused = plan_workload(of_two)
-    assert "--attention flex-attention" in refused.remedies[0].action
+    assert "--attention flex-attention" in refused.suggestions[0].action
     short = planned(replace(of_two, seq_len_tokens=1024))
     (why,) = (answer.reason for answer in short.tree if answer.question == "Which attention kernel?")
     assert "no gradient of attention sinks" in why

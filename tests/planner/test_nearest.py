@@ -18,18 +18,18 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 def test_another_method_at_a_shorter_length() -> None:
     """LoRA's weights alone are more than the card, and 4 bits do not fit at 65,536 tokens either."""
     refused = refusal_of(plan_request(LLAMA, "rtx-3060", fixed={"method": ("lora",)}, seq_len=65536))
-    assert refused.remedies[0].action == "leave --method out, --seq-len 16384: 4-bit QLoRA fits"
+    assert refused.suggestions[0].action == "leave --method out, --seq-len 16384: 4-bit QLoRA fits"
 
 
 def test_smaller_pictures() -> None:
     pictures = {"images": (Images(width=4096, height=4096),)}
     refused = refusal_of(plan_request("Qwen/Qwen2.5-VL-7B-Instruct", "rtx-3060", fixed=pictures))
-    assert refused.remedies[0].action == "--image-size 1024x1024: 4-bit QLoRA fits"
+    assert refused.suggestions[0].action == "--image-size 1024x1024: 4-bit QLoRA fits"
 
 
 def test_the_same_card_with_more_memory() -> None:
     refused = refusal_of(plan_request("Qwen/Qwen3-8B", "apple-m3"))
-    assert refused.remedies[0].action == "--gpu apple-m3-16gb"
+    assert refused.suggestions[0].action == "--gpu apple-m3-16gb"
     assert isinstance(plan_workload(plan_request("Qwen/Qwen3-8B", "apple-m3-16gb"), explained=False), Plan)
 
 
@@ -55,7 +55,7 @@ def test_memory_that_is_the_hosts_too_takes_nothing_off_the_gpu() -> None:
     assert make_cluster(spark, 8).num_nodes == 8
     arguments = {"cluster": make_cluster(spark, 2), "fixed": {"method": ("full",)}}
     refused = refusal_of(plan_request("Qwen/Qwen2.5-32B", "gb10", **arguments))
-    assert not any("host" in remedy.action for remedy in refused.remedies)
+    assert not any("host" in suggestion.action for suggestion in refused.suggestions)
     assert refused.nearest.setup.offload == "none"
     alone = refusal_of(plan_request("Qwen/Qwen2.5-32B", "gb10", fixed={"method": ("full",)}))
     assert "paged" not in alone.nearest.setup.optimizer
@@ -86,5 +86,5 @@ def test_the_smallest_host_of_several_gpus() -> None:
     """Before: the host of the first spread looked at, 134.6 GiB."""
     arguments = {"fixed": {"method": ("full",)}, "cluster": make_cluster(find_gpu("rtx-4090"), 2)}
     refused = refusal_of(plan_request(LLAMA, "rtx-4090", host_gib=64, **arguments))
-    larger = [remedy.action for remedy in refused.remedies if remedy.action.startswith("--host-memory")]
+    larger = [suggestion.action for suggestion in refused.suggestions if suggestion.action.startswith("--host-memory")]
     assert larger == ["--host-memory 70: --offload parameters fits with 62.92 GiB in every node's host"]

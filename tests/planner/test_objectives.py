@@ -129,7 +129,7 @@ def test_where_nothing_fits_the_refusal_names_the_smallest_and_what_would_help(o
     )
     assert isinstance(refused, NoPlan)
     assert refused.nearest.setup.micro_batch_seqs == OBJECTIVES[objective].least(8)
-    assert refused.remedies
+    assert refused.suggestions
 
 
 def test_a_loss_that_contradicts_the_objective_is_a_usage_error() -> None:
@@ -618,7 +618,7 @@ def test_a_server_is_started_on_one_more_gpu_and_ended_with_the_run() -> None:
     assert cost_usd(served, 3600) == 4.0  # the server's card too
     gpu, fixed = find_gpu("h100-sxm"), {"objective": ("grpo",), "method": ("full",)}  # beside a 32B no vLLM fits
     refused = refusal_of(PlanRequest(fixed=fixed).workload(loaded("Qwen/Qwen2.5-32B"), gpu, make_cluster(gpu, 8)))
-    assert any(remedy.action.startswith("--generator vllm-server (one more card)") for remedy in refused.remedies)
+    assert any(each.action.startswith("--generator vllm-server (one more card)") for each in refused.suggestions)
 
 
 def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None:
@@ -676,7 +676,7 @@ def test_the_negatives_of_an_embedding_come_from_the_whole_batch() -> None:
     whole = fixed | {"cached_seqs": (0,)}
     refused = plan_workload(PlanRequest(seq_len=2048, global_batch=256, fixed=whole).workload(MODEL, CARD))
     assert isinstance(refused, NoPlan)
-    (less,) = [remedy.action for remedy in refused.remedies if remedy.action.startswith("--global-batch")]
+    (less,) = [each.action for each in refused.suggestions if each.action.startswith("--global-batch")]
     fewer = PlanRequest(seq_len=2048, global_batch=int(less.split()[1]), fixed=whole).workload(MODEL, CARD)
     assert planned(fewer)
 

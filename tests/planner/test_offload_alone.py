@@ -82,16 +82,16 @@ def test_where_nothing_fits_the_host_is_named_and_asked_for_it_is_planned(
         "--json=full",
     ]
     assert run(words) == 1
-    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
-    (remedy,) = [action for action in actions if action.startswith("--offload")]
-    options, _, words_of_it = remedy.partition(": ")
+    actions = [suggestion["action"] for suggestion in json.loads(capsys.readouterr().out)["suggestions"]]
+    (suggestion,) = [action for action in actions if action.startswith("--offload")]
+    options, _, words_of_it = suggestion.partition(": ")
     assert words_of_it.startswith("full fine-tuning fits at ")
     assert run([*words, *options.split(), "--out", str(tmp_path / "out")]) == 0
     document = json.loads(capsys.readouterr().out)
     setup = document["chosen"]["setup"]
     assert (setup["num_gpus"], setup["offload"]) == (1, "parameters")
     speed = f"{document['chosen']['formula']['tokens_per_s']:,.0f} tokens/s"
-    assert speed in remedy
+    assert speed in suggestion
     launch = tmp_path / "out" / "launch"
     accelerate = (launch / "trl" / "accelerate.yaml").read_text()
     assert "num_processes: 1" in accelerate
@@ -106,7 +106,7 @@ def test_a_mixture_on_a_small_card_under_trl_names_the_hosts_memory(capsys: pyte
     """In 16 bits: transformers 5 makes all of a quantized base on the card before FSDP2 cuts it."""
     words = ["Qwen/Qwen3-30B-A3B", "--gpu", "rtx-3060-12gb", "--no-dry-run", "--no-history", "--json=full"]
     assert run([*words, "--target", "trl"]) == 1
-    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    actions = [suggestion["action"] for suggestion in json.loads(capsys.readouterr().out)["suggestions"]]
     assert any(
         action.startswith("--offload parameters --host-memory ") and ": LoRA (16-bit base) fits" in action
         for action in actions
@@ -119,7 +119,7 @@ def test_a_4_bit_base_that_no_card_loads_stays_in_the_host_under_axolotl(
     """70B on 24 GB and a host of 64: transformers makes the whole of it on the card, Axolotl on the host."""
     words = ["meta-llama/Llama-3.1-70B", "--gpu", "rtx-4090", "--no-dry-run", "--no-history", "--json=full"]
     assert run(words) == 1
-    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    actions = [suggestion["action"] for suggestion in json.loads(capsys.readouterr().out)["suggestions"]]
     assert actions[0].startswith("--target axolotl --method qlora --offload parameters --host-memory 48: 4-bit QLoRA")
     assert run([*words, "--host-memory", "64", "--out", str(tmp_path / "out")]) == 0
     setup = json.loads(capsys.readouterr().out)["chosen"]["setup"]
@@ -150,11 +150,11 @@ def test_a_host_of_known_size_takes_what_the_card_does_not(
 def test_a_refusal_ends_with_a_larger_host_and_a_rented_card(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["Qwen/Qwen3-235B-A22B", "--gpu", "rtx-4090", "--samples", "5000", "--no-dry-run", "--no-history"]
     assert run([*words, "--json=full"]) == 1
-    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    actions = [suggestion["action"] for suggestion in json.loads(capsys.readouterr().out)["suggestions"]]
     assert any(action.startswith("--host-memory 177: ") for action in actions)
     assert run(["deepseek-ai/DeepSeek-V3", *words[1:], "--json=full"]) == 1
-    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    actions = [suggestion["action"] for suggestion in json.loads(capsys.readouterr().out)["suggestions"]]
     assert actions == ["--gpu gb300 --gpus 8"]  # no one card holds it, and no usual host
     assert run(["meta-llama/Llama-3.1-8B", *words[1:], "--method", "full", "--json=full"]) == 1
-    actions = [remedy["action"] for remedy in json.loads(capsys.readouterr().out)["remedies"]]
+    actions = [suggestion["action"] for suggestion in json.loads(capsys.readouterr().out)["suggestions"]]
     assert any("rented at $" in action and "for the job" in action for action in actions)

@@ -263,26 +263,26 @@ def test_without_the_package_a_plan_counts_the_loop_and_says_what_it_would_give(
     assert "tokens/s for" in note
 
 
-def test_a_program_that_no_plan_takes_unasked_is_a_remedy_where_it_alone_fits() -> None:
+def test_a_program_that_no_plan_takes_unasked_is_a_suggestion_where_it_alone_fits() -> None:
     """Unsloth's xformers keeps no tokens x tokens matrix on a T4."""
     arguments = {"fixed": {"method": ("qlora",)}, "seq_len": 8192}
     refused = refusal_of(plan_request("meta-llama/Llama-3.1-8B", "t4", **arguments))
-    action = refused.remedies[0].action
+    action = refused.suggestions[0].action
     plan = planned(plan_request("meta-llama/Llama-3.1-8B", "t4", targets=("unsloth",), **arguments))
     assert action == f"--target unsloth: 4-bit QLoRA fits at {plan.chosen.tokens_per_s:,.0f} tokens/s"
     assert plan.chosen.formula.peak_device_bytes < 11 * 2**30
 
 
-def test_nothing_fits_names_bytes_and_remedies_smallest_first() -> None:
+def test_nothing_fits_names_bytes_and_suggestions_smallest_first() -> None:
     no_plan = refusal_of(plan_request("meta-llama/Llama-3.1-70B", "t4"))
     assert no_plan.missing_bytes > GIB
     assert no_plan.nearest.formula.peak_device_bytes - no_plan.workload.budget_bytes == no_plan.missing_bytes
-    actions = [remedy.action for remedy in no_plan.remedies]
+    actions = [suggestion.action for suggestion in no_plan.suggestions]
     assert any(action.startswith("--gpu") for action in actions)
     smaller, saved = next(
-        (remedy.action.partition(": ")[2], remedy.saves_bytes)
-        for remedy in no_plan.remedies
-        if "smaller model" in remedy.action
+        (suggestion.action.partition(": ")[2], suggestion.saves_bytes)
+        for suggestion in no_plan.suggestions
+        if "smaller model" in suggestion.action
     )
     assert smaller == "meta-llama/Llama-3.1-8B"  # and not Llama 2's larger 13B
     model = loaded(smaller)
@@ -292,7 +292,7 @@ def test_nothing_fits_names_bytes_and_remedies_smallest_first() -> None:
 
 def test_nothing_fits_offers_a_sequence_length_that_does() -> None:
     no_plan = refusal_of(plan_request("meta-llama/Llama-3.1-8B", "t4", seq_len=131_072))
-    action = next(remedy.action for remedy in no_plan.remedies if remedy.action.startswith("--seq-len"))
+    action = next(suggestion.action for suggestion in no_plan.suggestions if suggestion.action.startswith("--seq-len"))
     shorter = no_plan.nearest.setup.replace(seq_len_tokens=int(action.split()[1]))
     workload = no_plan.workload
     assert predict(workload.model, workload.gpu, shorter).peak_device_bytes <= workload.budget_bytes
@@ -307,20 +307,20 @@ def test_a_micro_batch_that_is_asked_for_is_planned_and_said() -> None:
     fixed = {"micro_batch_seqs": (16,), "checkpointing": (0,)}
     refused = refusal_of(plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", fixed=fixed))
     assert refused.nearest.setup.micro_batch_seqs == 16
-    assert refused.remedies[0].action.startswith("leave --micro-batch out: ")
+    assert refused.suggestions[0].action.startswith("leave --micro-batch out: ")
     with pytest.raises(UsageError, match="--micro-batch 3 does not divide the 32 sequences"):
         plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"micro_batch_seqs": (3,)})
 
 
 def test_nothing_fits_offers_to_drop_the_users_own_restriction() -> None:
     no_plan = refusal_of(plan_request("meta-llama/Llama-3.1-8B", "rtx-4090", fixed={"method": ("full",)}))
-    assert no_plan.remedies[0].action.startswith("leave --method out: ")
+    assert no_plan.suggestions[0].action.startswith("leave --method out: ")
 
 
 def test_a_restriction_left_out_is_told_as_what_its_plan_takes() -> None:
     """Not as 8-bit QLoRA, which fits too and which no plan takes unasked."""
     no_plan = refusal_of(plan_request("google/gemma-3-4b-it", "t4", fixed={"method": ("full",)}))
-    assert no_plan.remedies[0].action == "leave --method out: 4-bit QLoRA fits"
+    assert no_plan.suggestions[0].action == "leave --method out: 4-bit QLoRA fits"
 
 
 def test_old_cards_get_fp16() -> None:
@@ -409,8 +409,8 @@ def test_what_would_help_is_said_by_the_level_that_refused() -> None:
     plain, corrected = (plan_workload(workload, learned) for learned in (None, {ANY_SETUP: 1.1}))
     peak = corrected.nearest.formula.peak_device_bytes
     assert corrected.missing_bytes == pytest.approx(1.1 * peak - workload.budget_bytes, rel=0.01)
-    assert any(remedy.action.startswith("--seq-len") for remedy in plain.remedies)
-    assert not any(remedy.action.startswith("--seq-len") for remedy in corrected.remedies)
+    assert any(suggestion.action.startswith("--seq-len") for suggestion in plain.suggestions)
+    assert not any(suggestion.action.startswith("--seq-len") for suggestion in corrected.suggestions)
 
 
 def test_the_usual_length_gives_way_where_nobody_asked_for_it() -> None:
@@ -431,7 +431,7 @@ def test_the_usual_length_gives_way_where_nobody_asked_for_it() -> None:
 
 def test_what_one_gpu_lacks_beside_several_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for several says that one does not do; what would help there costs several plans and is shown nowhere."""
-    monkeypatch.setattr("planner.planning.decision.alternatives._remedies", None)
+    monkeypatch.setattr("planner.planning.decision.alternatives._suggestions", None)
     cluster, fixed = make_cluster(find_gpu("h100-sxm"), 8), {"method": ("full",), "offload": ("none",)}
     workload = plan_request("Qwen/Qwen2.5-32B", "h100-sxm", cluster=cluster, fixed=fixed)
     plan = planned(workload)
@@ -441,7 +441,7 @@ def test_what_one_gpu_lacks_beside_several_is_not_explained(monkeypatch: pytest.
 def test_a_shorter_length_that_the_options_rule_out_leaves_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Completions of 1,024 tokens fit in no 512: the answer is still by how much nothing fits."""
     llama, card = loaded("meta-llama/Llama-3.1-70B"), find_gpu("rtx-4090")
-    monkeypatch.setattr("planner.planning.decision.alternatives._remedies", lambda *_: ())
+    monkeypatch.setattr("planner.planning.decision.alternatives._suggestions", lambda *_: ())
     rollout = replace(Rollout.usual(2048), completion_tokens=1024)
     few = {"attention": ("sdpa",), "optimizer": ("adamw-fused",), "lora_targets": ("all-linear",)}
     workload = PlanRequest(fixed={"objective": ("grpo",), "rollout": (rollout,), **few}).workload(llama, card)

@@ -148,14 +148,14 @@ def test_gpt_oss_is_planned_for_its_sixteen_bit_copy_where_it_does_not_fit() -> 
         assert "the named target does not unpack: planned for its 16-bit copy" in by_trl.notes[0]
     other = plan_request("openai/gpt-oss-20b")
     refused = plan_workload(replace(other, model=replace(other.model, model_id="./gpt-oss")))
-    assert any("16-bit copy" in remedy.action and remedy.fits for remedy in refused.remedies)
+    assert any("16-bit copy" in suggestion.action and suggestion.fits for suggestion in refused.suggestions)
 
 
 def test_a_larger_card_is_one_on_which_the_experts_fit_in_4_bits() -> None:
     """gpt-oss-120b in 16 bits needs 217 GiB, so B300 alone; its 16-bit copy with 4-bit experts 66, which cheaper ones
     hold."""
     refused = plan_workload(plan_request("openai/gpt-oss-120b"))
-    actions = [remedy.action for remedy in refused.remedies if remedy.action.startswith("--gpu ")]
+    actions = [suggestion.action for suggestion in refused.suggestions if suggestion.action.startswith("--gpu ")]
     assert len(actions) == 2
     for action in actions:
         card = action.split()[1].rstrip(",")
@@ -219,4 +219,4 @@ def test_what_is_missing_is_missing_of_the_nearest_form_of_the_weights(
     assert refused.workload.model.model_id == model
     assert refused.nearest.setup.quantize_experts
     assert 0 < refused.missing_bytes < most_gib * GIB
-    assert any("host-memory" in remedy.action for remedy in refused.remedies)  # what helps of the published form too
+    assert any("host-memory" in each.action for each in refused.suggestions)  # what helps of the published form too

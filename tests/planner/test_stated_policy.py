@@ -13,8 +13,7 @@ from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.targets import num_lora_params
 from planner.options.layouts import PARALLELS
-from planner.planning.decision import alternatives as remedies
-from planner.planning.decision import policy
+from planner.planning.decision import alternatives, policy
 from planner.planning.decision.node import Node
 from planner.planning.decision.tree import (
     METHOD_BAND,
@@ -227,12 +226,12 @@ def test_of_what_the_hosts_memory_helps_the_least_is_named(monkeypatch: pytest.M
         setup = SimpleNamespace(offload=offload)
         return {Node.LORA: SimpleNamespace(setup=setup, tokens_per_s=1.0, peak_device_bytes=0)}
 
-    monkeypatch.setattr(remedies, "best_points", points)
-    monkeypatch.setattr(remedies, "memory_band", lambda *_: 0.0)
+    monkeypatch.setattr(alternatives, "best_points", points)
+    monkeypatch.setattr(alternatives, "memory_band", lambda *_: 0.0)
     monkeypatch.setattr(host, "host_bytes_per_node", lambda model, setup, nodes: needs[setup.offload])
     nearest: Any = SimpleNamespace(formula=SimpleNamespace(peak_device_bytes=1 << 40))
-    (remedy,) = remedies._offloaded(workload("rtx-4090"), nearest, WalkCache())
-    assert remedy.action.startswith("--offload optimizer --host-memory 12: ")
+    (suggestion,) = alternatives._offloaded(workload("rtx-4090"), nearest, WalkCache())
+    assert suggestion.action.startswith("--offload optimizer --host-memory 12: ")
 
 
 @pytest.mark.parametrize(
@@ -253,24 +252,24 @@ def test_the_simpler_is_preferred_among_what_loses_the_same(other: dict[str, Any
 def test_what_would_help_keeps_clear_of_what_a_dry_run_found_beyond_the_formula(
     more: int, added: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dry run found `more` bytes: the remedies keep as much free besides, unless that is the card's whole memory."""
+    """A dry run found `more` bytes: suggestions keep as much free besides, unless that is the whole memory."""
     plan_request, given = workload("rtx-4090"), []
-    monkeypatch.setattr(remedies, "_remedies", lambda request, *_: iter(given.append(request) or ()))
+    monkeypatch.setattr(alternatives, "_suggestions", lambda request, *_: iter(given.append(request) or ()))
     monkeypatch.setattr(
-        remedies, "candidate", lambda *_: SimpleNamespace(formula=SimpleNamespace(peak_device_bytes=30 << 30))
+        alternatives, "candidate", lambda *_: SimpleNamespace(formula=SimpleNamespace(peak_device_bytes=30 << 30))
     )
     smallest = SimpleNamespace(peak_device_bytes=(30 << 30) + more, setup=None)
     results: Any = SimpleNamespace(nodes=lambda: {Node.LORA: SimpleNamespace(smallest=smallest)})
-    refused = remedies.refusal(plan_request, results, (), cast(Any, None), ())
+    refused = alternatives.refusal(plan_request, results, (), cast(Any, None), ())
     assert [trial.headroom_bytes - plan_request.headroom_bytes for trial in given] == [added]
     assert refused.missing_bytes == (30 << 30) + more - plan_request.budget_bytes
 
 
 def test_a_roomier_card_saves_what_it_has_more() -> None:
     request = workload("t4")
-    remedy, *_ = remedies._larger_gpu(request, [(request, TrainSetup(method="full", lora_rank=0))])
-    larger = find_gpu(remedy.action.removeprefix("--gpu "))
-    assert remedy.saves_bytes == larger.memory_bytes - request.memory_bytes > 0
+    suggestion, *_ = alternatives._larger_gpu(request, [(request, TrainSetup(method="full", lora_rank=0))])
+    larger = find_gpu(suggestion.action.removeprefix("--gpu "))
+    assert suggestion.saves_bytes == larger.memory_bytes - request.memory_bytes > 0
 
 
 @pytest.mark.parametrize(("steps", "larger", "words"), [
@@ -286,11 +285,11 @@ def test_why_the_global_batch_is_cut_so(steps: int, larger: bool, words: str) ->
 
 def test_a_card_that_is_advised_for_a_node_is_one_that_nodes_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """A DGX Spark has the memory that is missing, and no second one beside it."""
-    monkeypatch.setattr(remedies, "device_peak_bytes", lambda *_: 100 << 30)
+    monkeypatch.setattr(alternatives, "device_peak_bytes", lambda *_: 100 << 30)
     one = workload("h100-sxm")
     eight = replace(one, cluster=make_cluster(one.gpu, 8))
     named = [
-        [remedy.action for remedy in remedies._larger_gpu(request, [(request, TrainSetup())])]
+        [suggestion.action for suggestion in alternatives._larger_gpu(request, [(request, TrainSetup())])]
         for request in (one, eight)
     ]
     assert named[0][0] == "--gpu gb10"

@@ -14,7 +14,7 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload
 from planner.models.catalogue import load
 from planner.models.spec import ModelSpec
-from planner.planning.plan import Alternative, Answer, NoPlan, Plan, PrunedBranch, Remedy, SpaceCount
+from planner.planning.plan import Alternative, Answer, NoPlan, Plan, PrunedBranch, SpaceCount, Suggestion
 from planner.planning.trace_result import TraceResult
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES, MemoryTerm
@@ -264,10 +264,10 @@ def make_no_plan() -> NoPlan:
         workload=workload,
         nearest=nearest,
         missing_bytes=nearest.memory_evidence.peak_device_bytes - workload.budget_bytes,
-        remedies=(
-            Remedy(action="--seq-len 4096", saves_bytes=int(3.1 * GIB), fits=False),
-            Remedy(action="--seq-len 2048", saves_bytes=int(6.4 * GIB), fits=True),
-            Remedy(action="--gpu rtx-3090 (23.56 GiB)", saves_bytes=int(9 * GIB), fits=True),
+        suggestions=(
+            Suggestion(action="--seq-len 4096", saves_bytes=int(3.1 * GIB), fits=False),
+            Suggestion(action="--seq-len 2048", saves_bytes=int(6.4 * GIB), fits=True),
+            Suggestion(action="--gpu rtx-3090 (23.56 GiB)", saves_bytes=int(9 * GIB), fits=True),
         ),
         tree=make_walk(workload.budget_bytes)[:1],
         space=SpaceCount(walked=12480, infeasible=12480, impossible=340),

@@ -97,7 +97,7 @@ def test_page_without_entries_is_an_error() -> None:
         report_html([])
 
 
-def test_missing_jinja_is_said_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_jinja_is_said_with_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
     html._template.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(EnvironmentProblem, match="jinja2") as caught:

@@ -172,12 +172,12 @@ def test_which_gpu_where_nothing_fits_exits_1(app: typer.Typer) -> None:
     assert "No card fits. Nearest:" in result.stdout
 
 
-def test_which_gpu_works_out_no_remedy_that_it_does_not_show(
+def test_which_gpu_works_out_no_suggestion_that_it_does_not_show(
     app: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither of cards that do not fit nor of the 16-bit copy that is tried there: they take most of the time."""
     monkeypatch.setattr("finetune_planner.cli.tables.MAX_FULL_PLANS", len(CARDS) - 1)
-    monkeypatch.setattr("planner.planning.decision.alternatives._remedies", None)
+    monkeypatch.setattr("planner.planning.decision.alternatives._suggestions", None)
     result = call(app, "which-gpu", "openai/gpt-oss-20b", "--vendor", "AMD", "--seq-len", "512", "--out", str(tmp_path))
     assert result.exit_code == 0
     title, *sentences = re.findall(r"<(?:h1|p)[^>]*>(.+?)</", (tmp_path / "report.html").read_text())[1:3]

@@ -32,7 +32,7 @@ from planner.planning.decision.tree import SingleGpuAnswer
 from planner.planning.evidence.bands import memory_band
 from planner.planning.expressed import variants_as_run
 from planner.planning.groups import UNFUSED, WalkCache, same_kernels
-from planner.planning.plan import Alternative, Answer, NoPlan, Plan, Remedy, SpaceCount
+from planner.planning.plan import Alternative, Answer, NoPlan, Plan, SpaceCount, Suggestion
 from planner.planning.predict import device_peak_bytes
 from planner.planning.space import branches, dimension_values, layer_variants, offloading_matters
 from planner.planning.useful import job_s
@@ -240,21 +240,21 @@ def refusal(
         workload=workload,
         nearest=nearest,
         missing_bytes=max(1, nearest.formula.peak_device_bytes + more - workload.budget_bytes),
-        remedies=tuple(_remedies(careful, results, nearest, other_forms)) if helped else (),
+        suggestions=tuple(_suggestions(careful, results, nearest, other_forms)) if helped else (),
         tree=answers,
         space=space,
         notes=notes,
     )
 
 
-def _remedies(
+def _suggestions(
     workload: Workload, results: WalkResults, nearest: Candidate, other_forms: Sequence[tuple[Workload, TrainSetup]]
-) -> Iterator[Remedy]:
+) -> Iterator[Suggestion]:
     """Smallest change first: options the user fixed, the host's memory, a shorter sequence, more GPUs or a larger host
     where there are several, another GPU of the table, a smaller model; else several of the largest card for rent."""
-    remedies = [*_changes(workload, results, nearest, other_forms)]
-    yield from remedies
-    if workload.num_gpus == 1 and not any(remedy.fits for remedy in remedies):
+    suggestions = [*_changes(workload, results, nearest, other_forms)]
+    yield from suggestions
+    if workload.num_gpus == 1 and not any(suggestion.fits for suggestion in suggestions):
         rented = [gpu for gpu in all_gpus() if gpu.vendor == "NVIDIA" and gpu.key in keys_on_demand()]
         largest = max(rented, key=lambda gpu: gpu.memory_bytes)
         fixed = {"offload": ("none",), **workload.fixed}  # how much its host has nobody says
@@ -264,7 +264,7 @@ def _remedies(
 
 def _changes(
     workload: Workload, results: WalkResults, nearest: Candidate, other_forms: Sequence[tuple[Workload, TrainSetup]]
-) -> Iterator[Remedy]:
+) -> Iterator[Suggestion]:
     cache = results.cache  # a request for the same model walks what others have
     relaxed = [*_relaxed(workload, nearest, cache)]
     most = workload.seq_len_tokens // 64
@@ -304,10 +304,10 @@ def _changes(
                 smaller.append((same_maker, same_words, model.num_params, positions, model.model_id, peak))
     if smaller:
         *_, model_id, peak = max(smaller)
-        yield Remedy(f"a smaller model: {model_id}", nearest.formula.peak_device_bytes - peak)
+        yield Suggestion(f"a smaller model: {model_id}", nearest.formula.peak_device_bytes - peak)
 
 
-def _relaxed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
+def _relaxed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Suggestion]:
     """The first of the user's own restrictions (target, spread, method, ...) without which something fits."""
     requests = [("target", replace(workload, targets=()))] if workload.targets else []
     layout = ("parallel", *LAYOUT_FIELDS) if workload.num_gpus > 1 else ()
@@ -330,7 +330,7 @@ def _relaxed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterat
 
 def _first_that_fits(
     requests: Iterable[tuple[str, Workload]], nearest: Candidate, cache: WalkCache, *, speed: bool = False
-) -> Iterator[Remedy]:
+) -> Iterator[Suggestion]:
     """The first request (in words with a {} for what fits, what it is) by whose plan something does; `speed`: with how
     fast."""
     for words, request in requests:
@@ -339,7 +339,7 @@ def _first_that_fits(
             if node is not None and point is not None:
                 rate = f" at {point.tokens_per_s:,.0f} tokens/s" if speed else ""
                 saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
-                yield Remedy(words.format(f"{node.words} fits{rate}"), saved)
+                yield Suggestion(words.format(f"{node.words} fits{rate}"), saved)
                 return
 
 
@@ -351,7 +351,7 @@ def best_points(workload: Workload, cache: WalkCache) -> dict[Node, WalkedSetup 
     return {node: best_layout(results.of_node(node)) for node in Node}
 
 
-def _relaxed_and_shorter(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
+def _relaxed_and_shorter(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Suggestion]:
     """Any method at the largest half of the length, where neither by itself is enough."""
     of_method = ("method", "quantization", "precision")
     fixed = {name: value for name, value in workload.fixed.items() if name not in of_method}
@@ -386,7 +386,7 @@ LEAST_EDGE = 112
 """Pixels below which no picture is offered."""
 
 
-def _opt_in(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
+def _opt_in(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Suggestion]:
     """The first by which something fits of what no plan takes unasked: a vLLM server, FlexAttention, and programs."""
     if workload.targets:
         return
@@ -403,7 +403,7 @@ def _opt_in(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterato
     yield from _first_that_fits(requests, nearest, cache, speed=True)
 
 
-def _offloaded(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
+def _offloaded(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Suggestion]:
     """What fits with the least of it in the memory of one GPU's host: in one as large as is known or usual, else in the
     smallest."""
     if workload.num_gpus > 1 or {"offload", "parallel"} & set(workload.fixed) or workload.gpu.shares_host_memory:
@@ -435,7 +435,7 @@ def _offloaded(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iter
         saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
         words = f"{node.words} fits at {point.tokens_per_s:,.0f} tokens/s with {gib(need)} of the host's memory"
         memory = "" if workload.host_bytes else f" --host-memory {host_gib(need)}"
-        yield Remedy(f"{offload}{memory}: {words}", saved)
+        yield Suggestion(f"{offload}{memory}: {words}", saved)
 
 
 STAGED_BY = "axolotl"
@@ -456,7 +456,7 @@ def staged_words(workload: Workload) -> str:
     return f"--target {STAGED_BY} {method}--offload parameters"
 
 
-def _streamed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Remedy]:
+def _streamed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Suggestion]:
     """A mixture with its experts in 4 bits in the memory of a larger host than is known of."""
     if workload.num_gpus > 1 or workload.targets or not has_expert_stacks(workload.model):
         return
@@ -473,23 +473,23 @@ def _streamed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Itera
                 more = host_gib(pinned_bytes(workload.model, point.setup))
                 saved = nearest.formula.peak_device_bytes - point.peak_device_bytes
                 words = f"{node.words} beside experts of 4 bits there fits at {point.tokens_per_s:,.0f} tokens/s"
-                yield Remedy(f"--host-memory {more}: {words}", saved)
+                yield Suggestion(f"--host-memory {more}: {words}", saved)
                 return
 
 
 def _largest_that_fits(
     workload: Workload, nearest: Candidate, flag: str, step: int, most: int, setup_of: Callable[[int], TrainSetup]
-) -> Iterator[Remedy]:
+) -> Iterator[Suggestion]:
     """The largest size, a multiple of `step` up to `most` of them, whose setup fits."""
 
     def peak(steps: int) -> int:
         return device_peak_bytes(workload.model, workload.gpu, setup_of(steps * step))
 
     if fitting := bisect_left(range(1, most + 1), True, key=lambda steps: peak(steps) > workload.budget_bytes):
-        yield Remedy(f"{flag} {fitting * step}", nearest.formula.peak_device_bytes - peak(fitting))
+        yield Suggestion(f"{flag} {fitting * step}", nearest.formula.peak_device_bytes - peak(fitting))
 
 
-def _more_gpus(workload: Workload, nearest: Candidate, cache: WalkCache, *, card: str = "") -> Iterator[Remedy]:
+def _more_gpus(workload: Workload, nearest: Candidate, cache: WalkCache, *, card: str = "") -> Iterator[Suggestion]:
     for factor in (2, 4, 8, 16, 32, 64) if not workload.gpu.is_slice else ():
         num = workload.num_gpus * factor
         if card and nearest.formula.peak_device_bytes > num * workload.memory_bytes:
@@ -498,23 +498,23 @@ def _more_gpus(workload: Workload, nearest: Candidate, cache: WalkCache, *, card
         request = replace(workload, cluster=make_cluster(workload.gpu, num), global_batch_seqs=batch)
         if points := [*filter(None, best_points(request, cache).values())]:
             saved = nearest.formula.peak_device_bytes - min(point.peak_device_bytes for point in points)
-            yield Remedy(
+            yield Suggestion(
                 f"{card}--gpus {num}" + f" --global-batch {batch}" * (batch != workload.global_batch_seqs), saved
             )
             return
 
 
-def _larger_host(workload: Workload, results: WalkResults) -> Iterator[Remedy]:
+def _larger_host(workload: Workload, results: WalkResults) -> Iterator[Suggestion]:
     if not results.too_large_for_hosts or workload.gpu.shares_host_memory:
         return
     from planner.memory.engines.host import host_gib  # seldom needed
 
     key, need = min(results.too_large_for_hosts.items(), key=lambda entry: entry[1])
     there = f"--offload {key[FIELDS.index('offload')]} fits with {gib(need)} in every node's host"
-    yield Remedy(f"--host-memory {host_gib(need)}: {there}", 0)
+    yield Suggestion(f"--host-memory {host_gib(need)}: {there}", 0)
 
 
-def _larger_gpu(workload: Workload, forms: Sequence[tuple[Workload, TrainSetup]]) -> Iterator[Remedy]:
+def _larger_gpu(workload: Workload, forms: Sequence[tuple[Workload, TrainSetup]]) -> Iterator[Suggestion]:
     """The same card with more memory, the smallest of the table on which a form of the weights fits, and the one that
     is cheapest to rent for the job."""
     from planner.memory.engines.host import assumed_host_bytes  # seldom needed
@@ -531,7 +531,7 @@ def _larger_gpu(workload: Workload, forms: Sequence[tuple[Workload, TrainSetup]]
                 yield there, setup
 
     for version in [gpu for gpu in larger_versions(workload.gpu) if any(holding(gpu))][:1]:
-        yield Remedy(f"--gpu {version.key}", version.memory_bytes - workload.memory_bytes)
+        yield Suggestion(f"--gpu {version.key}", version.memory_bytes - workload.memory_bytes)
     first = True
     for gpu in sorted(all_gpus(), key=lambda gpu: gpu.memory_bytes):
         if gpu.memory_bytes <= workload.gpu.memory_bytes or gpu.vendor != "NVIDIA" or gpu.is_built_in:
@@ -542,7 +542,7 @@ def _larger_gpu(workload: Workload, forms: Sequence[tuple[Workload, TrainSetup]]
             continue
         saved = gpu.memory_bytes - workload.memory_bytes
         if first:
-            yield Remedy(f"--gpu {gpu.key}", saved)
+            yield Suggestion(f"--gpu {gpu.key}", saved)
             first = False
         if workload.num_gpus == 1 and (price := price_per_hour(gpu.key)) is not None:
             for there, setup in options:
@@ -552,4 +552,4 @@ def _larger_gpu(workload: Workload, forms: Sequence[tuple[Workload, TrainSetup]]
     if rented:
         step_usd, key, (hourly, source, _), saved, job_seconds = min(rented, key=lambda offer: offer[:2])
         cost = f"${step_usd:.3g} a step" if job_seconds is None else f"${hourly * job_seconds / 3600:,.2f} for the job"
-        yield Remedy(f"--gpu {key}, rented at ${hourly:.2f} an hour ({source}): {cost}", saved)
+        yield Suggestion(f"--gpu {key}, rented at ${hourly:.2f} an hour ({source}): {cost}", saved)

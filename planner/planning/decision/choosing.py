@@ -1,4 +1,4 @@
-"""The walk of a workload's whole space, in stages, and the node of the tree that is taken: what every plan, remedy,
+"""The walk of a workload's whole space, in stages, and the node of the tree that is taken: what every plan, suggestion,
 table and search chooses from.
 
 One GPU is a layout of one. With several, in stages: replicated and sharded data parallelism always; tensor and pipeline

@@ -259,7 +259,7 @@ def test_nothing_fits_says_what_every_kind_of_spread_needs() -> None:
         job("meta-llama/Llama-3.1-70B", "rtx-4090", 2, fixed={"method": ("lora",), "offload": ("none",)})
     )
     assert no_plan.missing_bytes > 0
-    assert any(remedy.action.startswith("--gpus") for remedy in no_plan.remedies)
+    assert any(suggestion.action.startswith("--gpus") for suggestion in no_plan.suggestions)
     assert answer(no_plan, "sharded over the GPUs").choice == "no"
 
 
