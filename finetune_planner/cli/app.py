@@ -167,7 +167,10 @@ def run(arguments: Sequence[str]) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return _interrupted(words)
     except (PlannerError, CommandLineError) as error:
-        return fail(error)
+        code = fail(error)
+        if meant := _misspelt(arguments):
+            print(f"hint: did you mean plan {meant}?", file=sys.stderr)
+        return code
     except BrokenPipeError:
         sys.stderr.close()  # the reader went away: nothing is wrong, and nobody listens
         return 0
@@ -186,6 +189,16 @@ def run(arguments: Sequence[str]) -> int:
     if code == INTERRUPTED:  # typer turns Ctrl-C into this code itself
         return _interrupted(words)
     return code if isinstance(code, int) else 0
+
+
+def _misspelt(arguments: Sequence[str]) -> str:
+    """The subcommand that the first word, taken for a model, nearly is; "" for none."""
+    named = {MORE, *COMMANDS, *GROUPS}
+    if not arguments or arguments[0] in named or arguments[0].startswith("-"):
+        return ""
+    from difflib import get_close_matches  # late: seldom needed
+
+    return next(iter(get_close_matches(arguments[0].lower().replace("_", "-"), named, n=1, cutoff=0.8)), "")
 
 
 def _interrupted(words: Sequence[str]) -> int:

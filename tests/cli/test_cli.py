@@ -303,6 +303,15 @@ def test_the_command_under_next_plans_the_same(
     assert ('DATASET = "who/what"' in script) == ("--dataset" in options)
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [("chek a.py --gpu rtx-4090", "check"), ("whichgpu mistral", "which-gpu"), ("gpu", "gpus"), ("mistral", "")],
+)
+def test_a_misspelt_command_is_no_model(words: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words.split()) == 2
+    assert capsys.readouterr().err.partition("did you mean plan ")[2].strip("?\n") == meant
+
+
 def test_a_search_ends_with_its_files_and_a_command_that_starts_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
