@@ -271,6 +271,9 @@ def test_run_sh_installs_the_tested_versions_and_names_the_step_where_they_are_m
     assert "CALLED python3 -c import sys; raise SystemExit(sys.version_info < (3, 11))" in output
     code, output = started(folder, "install", stubs=(), PYTHON="false")
     assert (code, "trl needs Python 3.11 or newer" in output, "venv" in output) == (3, True, False)
+    newer = launched(tmp_path / "newer", request(SETUP), targets=("axolotl", "trl"))
+    asked = started(newer, "install", stubs=(), PYTHON="false")[1]
+    assert "PYTHON=python3.12 bash launch/run.sh install axolotl; of Python 3.11: trl" in asked
     _, output = started(folder, "install", stubs=())
     called = re.search(r"CALLED pip install (.+)", output)
     assert {"trl==1.16.0", "transformers==5.23.0", "bitsandbytes==0.50.2"} <= set(called[1].split())

@@ -177,7 +177,10 @@ def _run(started: Sequence[Launch], request: ExportRequest) -> str:
         ask = "from huggingface_hub import get_token; raise SystemExit(get_token() is None)"
         refused = shlex.quote("error: " + login_words(request))
         login = f"if ! python3 -c {shlex.quote(ask)} 2>/dev/null; then\n  printf '%s\\n' {refused} >&2\n  exit 3\nfi\n"
+    oldest = min(launch.python for launch in started)
+    old = [launch.target for launch in started if launch.python == oldest]
     replacements = {
+        "@OLDER@": f"; of Python {oldest}: {', '.join(old)}" if len(old) < len(started) else "",
         "@NAMES@": " ".join(launch.target for launch in started),
         "@FIRST@": started[0].target,
         "@CASES@": "\n".join(line for launch in started for line in _case(launch, request)),
