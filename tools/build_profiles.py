@@ -128,7 +128,7 @@ def build(names: list[str], minutes: float, *, programs: bool, ranks: bool, add:
             return
         started, path = time.process_time(), shipped / f"{config_digest(model.config)}.json.gz"
         built: Mapping[str, Any]
-        if add and (structure_of(model) is not None or not path.exists()):
+        if add and not path.exists():
             continue
         if add:
             said = _added(path, ProfileBuilder(model), as_people_write(model))

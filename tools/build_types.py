@@ -143,8 +143,9 @@ def of_modeling() -> Facts:
     made without positions (of those whether flash attention is handed them), that its attention comes from a table of
     its own (which has no kernel of the hub's), that it hands its delta rule to flash-linear-attention, or calls that
     package's other one itself, the kernel that flash attention runs whatever is asked for, that it clamps weights in
-    place, and that its layer's classes are BERT's word for word; and the part of a model, by its section of the
-    configuration, that refuses SDPA while the rest has it.
+    place, that its head for scores has a matrix of that name before its last one, and that its layer's classes are
+    BERT's word for word; and the part of a model, by its section of the configuration, that refuses SDPA while the rest
+    has it.
     """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
@@ -152,7 +153,7 @@ def of_modeling() -> Facts:
     facts: Facts = {
         "masks_without_positions": set(), "own_attention_table": set(), "hands_on_delta_rule": set(),
         "own_delta_rule": set(), "clamps_weights": set(), "flash_kernel": {}, "part_without_sdpa": {},
-        "bert_layers": set(), "positions_to_flash": set(),
+        "bert_layers": set(), "positions_to_flash": set(), "pre_classifier": set(),
     }  # fmt: skip
     of_bert = _layer_classes(bert.read_text()) if (bert := modeling("bert")) is not None else {}
     for name in sorted(
@@ -188,6 +189,7 @@ _WORDS = {
     "hands_on_delta_rule": r"use_kernel_func_from_hub\w*\([^)]*chunk_gated_delta_rule",
     "own_delta_rule": r"\bchunk_kda\b",
     "clamps_weights": r"\.weight\.data\.clamp_\(",
+    "pre_classifier": r"(?s)\nclass \w+ForSequenceClassification\((?:(?!\nclass ).)*self\.pre_classifier = nn",
 }
 
 
@@ -229,11 +231,11 @@ def _hands_positions_on(path: Path) -> bool:
 
 def of_vision() -> Facts:
     """Of types whose pictures are planned the fields of their encoder's configuration, and what a configuration without
-    one has beyond; the class that sees, where the causal one does not."""
+    one has beyond; the class that sees, where the causal one does not; the token type that a mask shows both ways."""
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
     from transformers.models.auto import modeling_auto as auto
 
-    facts: Facts = {"vision_config": {}, "whole_vision_config": {}, "seeing_class": {}}
+    facts: Facts = {"vision_config": {}, "whole_vision_config": {}, "seeing_class": {}, "seen_both_ways": {}}
     for name in SEEING:
         whole, kind = CONFIG_MAPPING[name]().vision_config, CONFIG_MAPPING[name].sub_configs["vision_config"]
         kind = type(whole) if kind is AutoConfig else kind
@@ -242,6 +244,9 @@ def of_vision() -> Facts:
         facts["vision_config"][name] = {field: value for field, value in own.items() if _is_plain(value)}
         if whole is not None and (more := {field for field in own if getattr(whole, field) != getattr(kind(), field)}):
             facts["whole_vision_config"][name] = {field: getattr(whole, field) for field in sorted(more)}
+        path = modeling(name)
+        if path is not None and (shown := re.search(r"(?<!mm_)token_type_ids == (\d)", path.read_text())):
+            facts["seen_both_ways"][name] = int(shown[1])
         seeing = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
         if auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, seeing) != seeing:
             facts["seeing_class"][name] = seeing

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from planner.core.errors import SetupError
+from planner.core.shipped import model_types
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.setup import TrainSetup
 from planner.setup.allowed import EXPERT_TARGETS, TARGET_SETS
@@ -130,6 +131,10 @@ INNER_HEADS = frozenset({"roberta", "xlm-roberta", "deberta-v2"})
 """Encoders whose head has a matrix before its last one, which bitsandbytes quantizes and PEFT trains whole."""
 
 
+PRE_CLASSIFIED = model_types("pre_classifier")
+"""Types whose head for scores has a matrix whose name ends in that of the head."""
+
+
 def head_refusal(model: ModelSpec, setup: TrainSetup) -> str:
     """Why adapters and the head do not go together, "" where they do: TRL multiplies with the weight of an output head
     itself; of an encoder's head that scores PEFT copies and trains what ends with "classifier", as DistilBERT's
@@ -148,8 +153,8 @@ def head_refusal(model: ModelSpec, setup: TrainSetup) -> str:
         return ""
     if setup.quantized and model.model_type in INNER_HEADS:
         return f"PEFT cannot train {model.model_type}'s quantized head: its base must stay in 16 bits"
-    if model.model_type == "distilbert" and setup.kind.adapts_matrices and setup.lora_targets == "all-linear":
-        return "PEFT adapts DistilBERT's pre_classifier and would train it whole: --targets attention"
+    if model.model_type in PRE_CLASSIFIED and setup.kind.adapts_matrices and setup.lora_targets == "all-linear":
+        return f"PEFT adapts {model.model_type}'s pre_classifier and would train it whole: --targets attention"
     return ""
 
 

@@ -150,7 +150,7 @@ def bare_model(
         config.num_labels = 1
         config.pad_token_id = config.pad_token_id or 0  # the last token that is none gets the score
     named = None if left_unnamed(config.to_dict(), attention) else attention
-    with timm_encoders(config.model_type), torch.device("meta"):
+    with timm_encoders(config), torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation=named)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

@@ -130,7 +130,7 @@ def config_of_layers(config: Any, layers: Sequence[int]) -> Any:
         value = getattr(text, name, None)
         if isinstance(value, (list, tuple)):
             setattr(text, name, [place for place, layer in enumerate(layers) if layer in value])
-    if text.model_type == "gpt_neo":
+    if hasattr(text, "attention_types"):  # GPT-Neo's
         text.attention_types = [[[kind], 1] for kind in text.attention_layers]
     overrides = vars(text).get("_heterogeneity_spec")
     if overrides is not None:  # Gemma 4's global layers

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from planner.core.shipped import by_model_type
 from planner.models.encoders import encoder_of
 from planner.models.spec import ModelSpec
 from planner.models.vision_encoders.encoder import Encoder
@@ -66,7 +67,7 @@ def image_inputs(setup: TrainSetup, config: Any, ids: torch.Tensor) -> dict[str,
         inputs["image_grid_thw"] = torch.tensor([(1, *encoder.grid)], dtype=torch.int64).repeat(all_images, 1)
         inputs["position_ids"] = torch.zeros((3, *ids.shape), dtype=torch.int64, device=device)
     elif kinds := [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]:
-        seen = config.model_type != "paligemma"  # its pictures' are 0, in what is seen both ways
+        seen = bool(by_model_type("seen_both_ways").get(config.model_type, 1))  # PaliGemma's pictures' are 0
         inputs[kinds[0]] = torch.full(ids.shape, not seen, dtype=torch.int64, device=device)
         inputs[kinds[0]][:, :num] = seen
     elif encoder.joined:

@@ -17,8 +17,6 @@ from typing import Any
 from unittest import mock
 
 WRAPPER = "transformers.models.timm_wrapper.modeling_timm_wrapper"
-TYPES = ("gemma3n",)
-"""Model types with such an encoder."""
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -48,15 +46,16 @@ def _timm() -> ModuleType:
             del sys.modules[name]
 
 
-def timm_encoders(model_type: str) -> Any:
-    """Within it transformers builds the encoder of such a type.
+def timm_encoders(config: Any) -> Any:
+    """Within it transformers builds an encoder of timm's, which is named by its architecture there.
 
     Raises:
         ImportError: timm is not installed.
     """
     from transformers.utils import is_timm_available
 
-    return nullcontext() if model_type not in TYPES or is_timm_available() else _without_torchvision()
+    of_timm = hasattr(getattr(config, "vision_config", None), "architecture")
+    return nullcontext() if not of_timm or is_timm_available() else _without_torchvision()
 
 
 @contextmanager

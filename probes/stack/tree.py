@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from planner.core.shipped import model_types
 from planner.models.spec import (
     AttentionSpec,
     EmbeddingSpec,
@@ -36,7 +37,7 @@ _ATTENTION = re.compile(r"att|mixer", re.IGNORECASE)
 _MLP = re.compile(r"mlp|ff|feed_?forward|moe|expert|intermediate|output|DenseReluDense", re.IGNORECASE)
 """Names of what mixes no tokens; a matrix below another name, and not directly in its layer, belongs to a mixer."""
 _IDLE = re.compile(r"vision|visual|audio|image|multi_modal|embed_vision|connector")
-SEES_AHEAD = frozenset({"gemma3", "paligemma"})
+SEES_AHEAD = model_types("seen_both_ways")
 """Types whose prompts or pictures are seen both ways, which takes a mask; in Gemma 4's layers with a window its
 configuration says so."""
 _CROSS_ATTENTION = re.compile(r"(^|\.)(encoder_attn|crossattention|EncDecAttention)")

@@ -10,6 +10,7 @@ from planner.frameworks.tools.transformers import DTYPES, SCRIPT, checkpointing_
 from planner.memory.trained import scaled_inputs, tuned_norms
 from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class
+from planner.models.targets import PRE_CLASSIFIED
 from planner.setup import TrainSetup
 
 TARGET = "hf"
@@ -257,7 +258,7 @@ def adapter_lines(request: ExportRequest) -> list[Line | None]:
     settings = [Line(name, value) for name, value in row.arguments.items()]
     targets = Line("target_modules", common.target_modules(setup, request.model)) if row.adapts_matrices else None
     scored = setup.objective_spec.head == "score" and row.adapts_matrices
-    apart = request.model is not None and request.model.model_type == "distilbert" and scored
+    apart = request.model is not None and request.model.model_type in PRE_CLASSIFIED and scored
     whole = "trained whole: its name ends in that of the head, by which peft looks for that"
     excluded = Line("exclude_modules", ["pre_classifier"], whole) if apart else None
     if row.form == "low-rank":

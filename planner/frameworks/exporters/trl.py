@@ -3,6 +3,7 @@ names of TRL 1.16 on transformers 5.23."""
 
 import shlex
 
+from planner.core.shipped import by_model_type
 from planner.frameworks.exporters import accelerate, chat, common, deepspeed, prepare, several_gpus
 from planner.frameworks.exporters.install import checkpointing_key
 from planner.frameworks.exporters.text import Line, Section, section, setting_line, shipped, shown_path, yaml_text
@@ -84,10 +85,10 @@ def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
         return "one process for all GPUs (nn.DataParallel) is not trl sft's way; ddp holds less and is faster"
     if reason := common.family_refusal(setup, TARGET) or common.multimodal_refusal(model, tool):
         return reason
-    if setup.images is not None and model is not None and model.model_type == "paligemma":
+    if setup.images is not None and model is not None and by_model_type("seen_both_ways").get(model.model_type) == 0:
         return (
-            "TRL hands PaliGemma token types of zero, by which every token sees those after it: nothing is learned; "
-            "plan with --target llamafactory"
+            f"TRL hands {model.model_type} token types of zero, by which every token sees those after it: nothing is "
+            "learned; plan with --target llamafactory"
         )
     if model is not None and model.model_type == "phimoe":
         return "TRL's forward asks for num_experts, which transformers' PhimoeConfig does not have; use the hf target"

@@ -155,7 +155,7 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
     if model.is_encoder_decoder:
         return ENCODER_DECODER_BAND
     if model.reads_both_ways:
-        others = RELATIVE_POSITIONS_BAND if model.model_type.startswith("deberta") else TREE_BAND
+        others = RELATIVE_POSITIONS_BAND if model.config.get("relative_attention") else TREE_BAND
         return ENCODER_BAND if model.model_type in (*LIKE_BERT, "modernbert") else others
     outside = sum(linear.num_weights for linear in model.outer_linears) if model.from_tree else 0
     if unknown_mixers(model) or outside > sum(layer.num_params * num for layer, num in model.layer_counts):
