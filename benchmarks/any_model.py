@@ -167,7 +167,7 @@ def _first(folder: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
     from planner.setup.interchange import setup_from_dict
 
     try:
-        spec = spec_from_sizes(read_config(folder / CONFIG_NAME), model_id="", source="")
+        spec = spec_from_sizes(read_config(folder / CONFIG_NAME))
     except PlannerError:
         spec = None
     tried = plan["kind"] == "plan" and plan["chosen"]["dry_run"]

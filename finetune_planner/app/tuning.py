@@ -91,7 +91,7 @@ def search_candidates(plan: Plan, unprobed: "Unprobed" = lambda setup: "") -> tu
         points = [point for point in points if point.tokens_per_s >= floor]
     shortlist = points[:MAX_CANDIDATES]
     if workload.num_gpus > 1:
-        shortlist += _best_of_each(points, MIN_PER_LAYOUT)
+        shortlist += _best_of_each(points)
     setups = dict.fromkeys([plan.chosen.setup, *(point.setup for point in (*shortlist, *predicted))])
     return tuple(candidate(workload, setup, padding=False) for setup in setups)
 
@@ -130,12 +130,12 @@ def _split_by_probe(
     return probed, list(predicted.values())
 
 
-def _best_of_each(points: Sequence[WalkedSetup], num: int) -> Iterator[WalkedSetup]:
+def _best_of_each(points: Sequence[WalkedSetup]) -> Iterator[WalkedSetup]:
     counts: Counter[Any] = Counter()
     for point in points:
         key = layout_key(point.shared)
         counts[key] += 1
-        if counts[key] <= num:
+        if counts[key] <= MIN_PER_LAYOUT:
             yield point
 
 

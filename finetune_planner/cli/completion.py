@@ -1,7 +1,7 @@
 """Shell completion: names of models and GPUs, and the main job's words although its command is left out."""
 
 import os
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping
 
 VARIABLE = "_PLAN_COMPLETE"
 """What the shell sets when it asks; typer answers."""
@@ -28,22 +28,22 @@ def complete_model(incomplete: str) -> list[str]:
     return [name for name in ids if name.startswith(incomplete)]
 
 
-def write_in(main_command: str, others: Collection[str], environ: MutableMapping[str, str] = os.environ) -> str:
+def write_in(main_command: str, others: Collection[str]) -> str:
     """Writes the main command into the line that a shell wants completed, where its first word is, or begins, none of
     the other words that may stand there (subcommands, options of the program itself).
 
     Returns: the command that the line then names, "" where it names none yet, or nothing is to be completed.
     """
-    if not wanted(environ):
+    if not wanted():
         return ""
-    name = "COMP_WORDS" if "COMP_WORDS" in environ else _LINE
-    program, space, rest = environ.get(name, "").partition(" ")
+    name = "COMP_WORDS" if "COMP_WORDS" in os.environ else _LINE
+    program, space, rest = os.environ.get(name, "").partition(" ")
     first = rest.split(" ")[0]
     if first in others:
         return first
     if not first or (" " not in rest and any(other.startswith(first) for other in others)):
         return ""
-    environ[name] = f"{program}{space}{main_command} {rest}"
-    if "COMP_CWORD" in environ:
-        environ["COMP_CWORD"] = str(int(environ["COMP_CWORD"]) + 1)
+    os.environ[name] = f"{program}{space}{main_command} {rest}"
+    if "COMP_CWORD" in os.environ:
+        os.environ["COMP_CWORD"] = str(int(os.environ["COMP_CWORD"]) + 1)
     return main_command

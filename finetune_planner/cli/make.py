@@ -263,7 +263,7 @@ def _by_sizes(config: Mapping[str, Any], workload: Callable[[ModelSpec], Workloa
     from planner.planning.answer import plan_workload
 
     try:
-        spec = spec_from_sizes(config, model_id="", source="its sizes alone")
+        spec = spec_from_sizes(config)
         return plan_workload(workload(spec)) if spec is not None else None
     except PlannerError:
         return None

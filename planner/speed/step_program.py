@@ -299,7 +299,7 @@ def _read_programs(model: ModelSpec) -> ModelPrograms | None:
         ):
             return programs
     shipped = load_programs(SHIPPED / f"{digest}.json.gz")
-    if shipped is None and (raw := resized_programs(model, SHIPPED, SCHEMA)) is not None:
+    if shipped is None and (raw := resized_programs(model)) is not None:
         return ModelPrograms(raw)
     return shipped
 
@@ -368,8 +368,8 @@ def _listed(factor: float, listed: int, to: Resizer) -> float:
     return to.size(factor)
 
 
-def resized_programs(model: ModelSpec, directory: Path, schema: int) -> dict[str, Any] | None:
+def resized_programs(model: ModelSpec) -> dict[str, Any] | None:
     """The tables of a model whose structure was run at other sizes; None where it was not."""
     structure = structure_of(model)
-    raw = read_packed(directory / f"{structure}.json.gz", schema, shipped=True) if structure else None
+    raw = read_packed(SHIPPED / f"{structure}.json.gz", SCHEMA, shipped=True) if structure else None
     return resized(raw, sizes_of(model)) if raw else None

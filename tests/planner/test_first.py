@@ -38,4 +38,4 @@ def test_the_first_answer_is_by_sizes_with_a_strangers_band(
 
 
 def test_a_type_with_an_adapter_has_no_first_answer() -> None:
-    assert spec_from_sizes({**SEED, "model_type": "llama"}, model_id="m", source="s") is None
+    assert spec_from_sizes({**SEED, "model_type": "llama"}) is None

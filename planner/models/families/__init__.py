@@ -41,7 +41,7 @@ def spec_from_config(config: Mapping[str, Any], *, model_id: str, source: str, l
     return with_kept(replace(spec, model_id=model_id, model_type=model_type, config=config, config_source=source))
 
 
-def spec_from_sizes(config: Mapping[str, Any], *, model_id: str, source: str) -> ModelSpec | None:
+def spec_from_sizes(config: Mapping[str, Any]) -> ModelSpec | None:
     """The spec of a type of no known family by its sizes alone, at once, as `like` would make it; None where they tell
     of no kind, or of other layers than its.
 
@@ -58,7 +58,7 @@ def spec_from_sizes(config: Mapping[str, Any], *, model_id: str, source: str) ->
         spec = alike.build(fields, kind)
     except UsageError:
         return None
-    return with_kept(replace(spec, model_id=model_id, model_type=model_type, config=config, config_source=source))
+    return with_kept(replace(spec, model_id="", model_type=model_type, config=config, config_source="its sizes alone"))
 
 
 def model_types() -> tuple[str, ...]:

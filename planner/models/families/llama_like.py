@@ -67,9 +67,9 @@ def window_by_layer_types(fields: Fields, num_layers: int, is_full: Callable[[in
     return tuple(None if full_attention else window for full_attention in full)
 
 
-def window_every_nth_full(fields: Fields, num_layers: int, default_period: int) -> Windows:
-    """Sliding except every n-th layer (Gemma 3, Olmo 3)."""
-    period = fields.count("sliding_window_pattern", kind="layers", default=default_period)
+def window_every_nth_full(fields: Fields, num_layers: int) -> Windows:
+    """Sliding except every n-th layer (Gemma 3)."""
+    period = fields.count("sliding_window_pattern", kind="layers", default=6)
     return window_by_layer_types(fields, num_layers, lambda index: (index + 1) % period == 0)
 
 
@@ -125,7 +125,7 @@ FAMILIES: dict[str, ArchitectureOptions] = {
         _GEMMA2,
         built="Gemma3ForCausalLM",
         qk_norm=True,
-        windows=lambda fields, num_layers: window_every_nth_full(fields, num_layers, 6),
+        windows=window_every_nth_full,
         attentions=_ALL,
     ),
 }

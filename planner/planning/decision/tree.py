@@ -82,12 +82,8 @@ def preferred_nodes(workload: Workload) -> tuple[Node, ...]:
     first where it is asked for or where the data is more than an adapter of the largest rank can hold, else last.
     """
     adapters = (Node.LORA, Node.FOUR_BIT, Node.EIGHT_BIT)
-    return (Node.FULL, *adapters) if wants_full(workload) else (*adapters, Node.FULL)
-
-
-def wants_full(workload: Workload) -> bool:
-    """Whether full fine-tuning is asked for, or needed by the data."""
-    return workload.fixed.get("method") == ("full",) or data_needs_full(workload)
+    full_first = workload.fixed.get("method") == ("full",) or data_needs_full(workload)
+    return (Node.FULL, *adapters) if full_first else (*adapters, Node.FULL)
 
 
 def data_needs_full(workload: Workload) -> bool:

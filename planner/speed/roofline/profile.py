@@ -213,6 +213,7 @@ class ThroughputProfile:
         slow_host = steps * (self._with_host(busy, seqs, slower) - wall_s) / total
         faster = steps * (wall_s - self._with_host(busy, seqs, 1 / HOST_FASTER))
         unsure_host = max(slow_host, total / (total - faster) - 1)
+        alone = ["Communication between GPUs is not counted."] if self._setup.num_gpus > 1 else []
         return StepTime(
             step_time_s=total,
             parts_s=parts,
@@ -220,7 +221,7 @@ class ThroughputProfile:
             mfu_fraction=self.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
             band_fraction=self._band(unmeasured, unsure_host),
-            notes=tuple(self.notes() + self._one_gpu_notes() + _beyond_note(beyond) + _host_note(slow_host, slower)),
+            notes=(*self.notes(), *alone, *_beyond_note(beyond), *_host_note(slow_host, slower)),
         )
 
     def scaled_band(self, step: StepTime, setup: TrainSetup, other: StepTime, gain: float) -> float:
@@ -275,9 +276,6 @@ class ThroughputProfile:
         plain = ThroughputProfile(self._speed, self._setup.replace_trusted(kernels="eager"))
         steps = (micro_batch_seqs, accumulation_steps)
         return plain.at(*steps)[0] / self.at(*steps)[0] - 1.0
-
-    def _one_gpu_notes(self) -> list[str]:
-        return ["Communication between GPUs is not counted."] if self._setup.num_gpus > 1 else []
 
     def notes(self) -> list[str]:
         """What a person must know of the card and of the model, one sentence each."""
