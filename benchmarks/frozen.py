@@ -7,8 +7,9 @@
 
 Sets are the files of `benchmarks/data/dry_runs`, and "own": this project's runs on GPUs. They were drawn at random, or
 enumerated, by `git show 00bc1b5f:benchmarks/NAME.py` (grid: formula_vs_dryrun; adapters: adapter_kinds; pictures:
-images; sound; of several GPUs: layout_formula_vs_dryrun). `--as OLD NEW` runs the points of one model, or of one kind
-of adapter, with another in its place: what a new one needs.
+images; sound; of several GPUs: layout_formula_vs_dryrun); "drawn" at random over all that a setup says at once, of
+models up to 10.5B, behind some whose faults were mended (30 November 2026). `--as OLD NEW` runs the points of one
+model, or of one kind of adapter, with another in its place: what a new one needs.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from planner.hardware.gpus import find_gpu
 from planner.memory import profiles, ranks
 from planner.memory.engines import engine_of
 from planner.memory.model import memory_of, rank_memories
+from planner.models.encoders import with_vision
 from planner.models.spec import ModelSpec
 from planner.planning.decision.layouts import layout_name
 from planner.setup import TrainSetup
@@ -40,7 +42,7 @@ from planner.setup.memory_terms import MemoryBreakdown
 from reports.setup_text import setup_words
 
 FOLDER = DATA / "dry_runs"
-SETS = ("grid", "adapters", "pictures", "sound", "ranks", "context", "experts", "objectives", "stages")
+SETS = ("grid", "adapters", "pictures", "sound", "ranks", "context", "experts", "objectives", "stages", "drawn")
 
 
 class Point(NamedTuple):
@@ -80,7 +82,9 @@ def point_of(row: Mapping[str, Any]) -> Point:
     measured = {figure: row[figure] for figure in ("allocated", "reserved") if figure in row}
     phases = row.get("phases", {"": 0})
     phase, kernels = max(phases, key=lambda phase: phases[phase]), row.get("kernels", {})
-    return Point(model_of(row["model"]), find_gpu(row["gpu"]), setup_from_dict(row["setup"]), measured, phase, kernels)
+    model, setup = model_of(row["model"]), setup_from_dict(row["setup"])
+    model = with_vision(model) if setup.builds_encoders else model
+    return Point(model, find_gpu(row["gpu"]), setup, measured, phase, kernels)
 
 
 def formula(point: Point) -> MemoryBreakdown:

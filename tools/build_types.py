@@ -140,12 +140,14 @@ def _has_bare_router(read: Source, name: str) -> bool:
 
 def of_modeling() -> Facts:
     """What the source of the causal class's module of each type shows, in the catalogue and beyond: that its mask is
-    made without positions (of those whether flash attention is handed them), that its attention comes from a table of
+    made without positions, or with those alone that come with three grids' (Qwen2-VL: of packed text none; of the
+    others whether flash attention is handed them), that its attention comes from a table of
     its own (which has no kernel of the hub's), that it hands its delta rule to flash-linear-attention, or calls that
     package's other one itself, the kernel that flash attention runs whatever is asked for, that it clamps weights in
-    place, that its head for scores has a matrix of that name before its last one, and that its layer's classes are
-    BERT's word for word; and the part of a model, by its section of the configuration, that refuses SDPA while the rest
-    has it.
+    place, that its head for scores has a matrix of that name before its last one, that its loop over the layers holds
+    what one gives, its attention's weights with it, while the next one runs, that its eager attention keeps its scores
+    beside those that a mask was added to, and that its layer's classes are BERT's word for word; and the part of a
+    model, by its section of the configuration, that refuses SDPA while the rest has it.
     """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
@@ -153,7 +155,8 @@ def of_modeling() -> Facts:
     facts: Facts = {
         "masks_without_positions": set(), "own_attention_table": set(), "hands_on_delta_rule": set(),
         "own_delta_rule": set(), "clamps_weights": set(), "flash_kernel": {}, "part_without_sdpa": {},
-        "bert_layers": set(), "positions_to_flash": set(), "pre_classifier": set(),
+        "bert_layers": set(), "positions_to_flash": set(), "pre_classifier": set(), "holds_layer_outputs": set(),
+        "keeps_unmasked_scores": set(),
     }  # fmt: skip
     of_bert = _layer_classes(bert.read_text()) if (bert := modeling("bert")) is not None else {}
     for name in sorted(
@@ -162,9 +165,11 @@ def of_modeling() -> Facts:
         if (path := modeling(name)) is None:
             continue
         source = path.read_text()
-        if not _hands_positions_on(path):
+        of_grids = "text_position_ids = None" in source and "position_ids[None, ...].expand(3," in source
+        if of_grids or not _hands_positions_on(path):
             facts["masks_without_positions"].add(name)
-            facts["positions_to_flash"] |= {name} if all(re.search(word, source) for word in _TO_KERNEL) else set()
+            to_flash = not of_grids and all(re.search(word, source) for word in _TO_KERNEL)
+            facts["positions_to_flash"] |= {name} if to_flash else set()
         if _layer_classes(source).items() >= of_bert.items():
             facts["bert_layers"].add(name)
         for fact, pattern in _WORDS.items():
@@ -190,6 +195,8 @@ _WORDS = {
     "own_delta_rule": r"\bchunk_kda\b",
     "clamps_weights": r"\.weight\.data\.clamp_\(",
     "pre_classifier": r"(?s)\nclass \w+ForSequenceClassification\((?:(?!\nclass ).)*self\.pre_classifier = nn",
+    "keeps_unmasked_scores": r"softmax\(\w+ \+ \w+|attn_weights = attention_scores\.",
+    "holds_layer_outputs": r"(\w*outputs) = (?:block|\w*layer)\((?:[^()]|\([^()]*\))*\)\s+hidden_states = \1\[0\]",
 }
 
 

@@ -59,7 +59,8 @@ def dtype_policy_of(setup: TrainSetup) -> DtypePolicy:
     autocast with 16-bit weights the residual stream keeps the weights' type; with fp32 weights, or those of the other
     16-bit type, it is fp32.
 
-    Source: peft 0.21 `prepare_model_for_kbit_training`, `tuners/ia3/bnb.py` Linear4bit.forward; PyTorch autocast op
+    Source: peft 0.21 `prepare_model_for_kbit_training`, `tuners/ia3/bnb.py` Linear4bit.forward, `tuners/lora/dora.py`
+    and `tuners/adalora/bnb.py` (cast back without autocast alone); PyTorch autocast op
     lists; transformers 5.23 modeling code.
     """
     casts_back = setup.kind.returns_input_type and setup.lora_targets == "all-linear"
@@ -68,6 +69,10 @@ def dtype_policy_of(setup: TrainSetup) -> DtypePolicy:
     if setup.kind.form == "scales" and setup.quantized and setup.lora_targets == "all-linear":
         # the layer takes fp32 without autocast, and under it hands on what its result times the scales is
         residual = promote(residual, setup.resolved_adapter_dtype if setup.autocast_dtype else "fp32")
+    if setup.adapter == "dora" and setup.quantized and setup.autocast_dtype:  # so is what its magnitude scales
+        residual = promote(residual, setup.resolved_adapter_dtype)
+    if setup.adapter == "adalora" and setup.quantization == "int8":  # and what is divided by the rank, which is fp32
+        residual = "fp32"
     return DtypePolicy(
         table=table,
         stacks="fp32" if setup.wide_stacks else table,

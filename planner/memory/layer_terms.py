@@ -159,14 +159,21 @@ class ScoreBytes(NamedTuple):
 
 
 def eager_scores(
-    dtypes: DtypePolicy, traits: Traits, qkv_dtype: str, *, softcap: bool = False, sinks: bool = False
+    dtypes: DtypePolicy,
+    traits: Traits,
+    qkv_dtype: str,
+    *,
+    softcap: bool = False,
+    sinks: bool = False,
+    rotary: bool = True,
 ) -> ScoreBytes:
     """Attention in single operations: product, mask, softmax in fp32, cast, dropout, product; some classes leave the
     softmax in its input's type, as do attention sinks, which add a column (gpt-oss).
 
     The softmax is kept, and so is what meets the values: a cast copy of it, or with dropout the dropped copy beside a
-    mask of one byte. A soft cap keeps its tanh. The backward's largest moment is the gradient of the values' product
-    beside all that, or the softmax's with its output, gradient, the product of both, and result.
+    mask of one byte. A softmax over an fp32 sum is cast to the queries' type beside that sum, but where a rotation in
+    fp32 (`rotary`) made that of the queries. A soft cap keeps its tanh. The backward's largest moment is the gradient
+    of the values' product beside all that, or the softmax's with its output, gradient, the product of both, and result.
 
     Source: transformers 5.23 `eager_attention_forward`; PyTorch autocast's fp32 list; SoftMax.cu
     `softmax_backward_cuda_out`.
@@ -176,7 +183,8 @@ def eager_scores(
     softmax = plain if sinks or (traits.plain_softmax and not dtypes.autocast) else 4
     copy = value if softmax != value or dropout else 0
     saved = softmax + copy + int(dropout)
-    forward = 3 * softmax if sinks else 2 * softmax + (value if dtypes.table != "fp32" and softmax != value else 0)
+    beside = value if softmax != value and (dtypes.table != "fp32" or not rotary) else 0
+    forward = 3 * softmax if sinks else 2 * softmax + beside
     backward = max(saved + value, 4 * softmax) - saved
     return ScoreBytes(saved + (value if softcap else 0), forward, backward)
 

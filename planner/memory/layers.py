@@ -166,7 +166,8 @@ def selective_checkpoint_bytes(layer: LayerSpec, context: LayerContext) -> int:
 def score_bytes(attention: AttentionSpec, context: LayerContext, qkv_dtype: str) -> ScoreBytes:
     """Bytes per score of the layer's kernel; none for a kernel that keeps no tokens x tokens matrix."""
     if context.kernel == "eager":
-        return eager_scores(context.dtypes, context.traits, qkv_dtype, softcap=attention.softcap, sinks=attention.sinks)
+        special = {"softcap": attention.softcap, "sinks": attention.sinks, "rotary": attention.rotary}
+        return eager_scores(context.dtypes, context.traits, qkv_dtype, **special)
     if context.kernel == "math":
         return math_scores(context.traits)
     return ScoreBytes()
@@ -507,8 +508,11 @@ def forward_temporary(layer: LayerSpec, context: LayerContext) -> int:
         per_score = score_bytes(layer.attention, context, dtypes.linear_out(dtypes.residual))
         scores = per_score.forward * layer.attention.num_heads * context.row_tokens
         if scores:  # beside queries, keys and values and what they are made of
-            width = layer.attention.num_heads * (2 * layer.attention.head_dim + layer.attention.value_head_dim)
-            scores += size * (width + context.hidden)
+            heads, value_width = layer.attention.num_heads, layer.attention.value_head_dim
+            width = size * heads * (2 * layer.attention.head_dim + value_width)
+            if context.kernel == "math":  # queries also scaled, keys and values repeated, all in fp32
+                width = SIZE_BYTES["fp32"] * heads * (3 * layer.attention.head_dim + value_width)
+            scores += width + size * context.hidden
     return max(exchange, context.tokens * max(mlp, scores))
 
 

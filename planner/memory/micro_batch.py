@@ -222,13 +222,14 @@ def step_dtype_policy(model: ModelSpec, setup: TrainSetup) -> DtypePolicy:
     widens.
 
     nn.LayerNorm returns fp32 under autocast, so the stream of a model with LayerNorm is fp32 from its first layer on
-    where one stands behind the embeddings, as encoders' does, or matrices return their input's type
-    (`DtypePolicy.returns_input`).
+    where one stands behind the embeddings, as encoders' does, or behind each layer and so none behind all (OPT-350m),
+    or matrices return their input's type (`DtypePolicy.returns_input`).
     """
     dtypes = dtype_policy_of(setup)
     traits = model.traits
     embedded = any("embed" in norm.name for norm in model.outer_norms)  # Bloom's table has a norm behind it
-    widened = dtypes.returns_input or model.reads_both_ways or embedded
+    after_layers = model.head is not None and not model.outer_norms
+    widened = dtypes.returns_input or model.reads_both_ways or embedded or after_layers
     if dtypes.autocast and (traits.streams > 1 or (widened and traits.norm == "layer")):
         return replace(dtypes, residual="fp32")
     return dtypes

@@ -3,6 +3,7 @@ temporaries, or vLLM's share of the card."""
 
 from functools import lru_cache
 
+from planner.core.shipped import model_types
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_kernel
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
@@ -71,11 +72,14 @@ def _by_the_model(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: int) 
             ("activations", "autocast copies of the weights in generation", casts),
         )
 
-    prompts = seqs * setup.prompt_tokens
-    before = max(
-        max(prompts * _widest(model, layer, setup, stream, out), _scores(model, gpu, layer, setup, prompts))
-        for layer in layers
-    )
+    prompts, before = seqs * setup.prompt_tokens, 0
+    for layer in layers:
+        scores, given = _scores(model, gpu, layer, setup, prompts)
+        mask = given and stream * prompts * setup.prompt_tokens
+        by_the_last = given if model.model_type in model_types("holds_layer_outputs") else 0
+        widest = prompts * _widest(model, layer, setup, stream, out)
+        scores += given if model.model_type in model_types("keeps_unmasked_scores") else 0
+        before = max(before, mask + by_the_last + max(widest + given, scores))
     longest = setup.seq_len_tokens - 1
     grown = seqs * max((_kept(layer.attention, longest, stream, 0) for layer in layers if layer.attention), default=0)
     sampled = seqs * model.vocab_size * (out + 3 * SIZE_BYTES["fp32"])
@@ -87,10 +91,18 @@ def _by_the_model(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, seqs: int) 
 
 
 def cache_bytes(model: ModelSpec, setup: TrainSetup, seqs: int, tokens: int) -> int:
-    """Keys and values of so many sequences in all layers; a rotary embedding widens keys to the stream's type."""
+    """Keys and values of so many sequences in all layers; a rotary embedding widens keys to the stream's type, which
+    the cache makes of values too. A window that its class alone knows (GPT-Neo's) cuts nothing.
+
+    Source: transformers 5.23 `DynamicLayer.lazy_initialization` (both empty in the keys' type), `update` (torch.cat),
+    `DynamicCache.__init__` (layer_types, sliding_window).
+    """
     stream, out = _sizes(setup)
+    config = {**model.config, **(model.config.get("text_config") or {})}
+    windows = bool(config.get("layer_types") or config.get("sliding_window"))
     layers = [model.layer_kinds[kind].attention for kind in model.layer_order]
-    return seqs * sum(_kept(attention, tokens, stream, out) for attention in layers if attention is not None)
+    sizes = [(attention, stream if attention.rotary else out) for attention in layers if attention is not None]
+    return seqs * sum(_kept(attention, tokens, size, size, windows=windows) for attention, size in sizes)
 
 
 def _sizes(setup: TrainSetup) -> tuple[int, int]:
@@ -99,11 +111,12 @@ def _sizes(setup: TrainSetup) -> tuple[int, int]:
     return SIZE_BYTES[dtypes.table], SIZE_BYTES[(dtypes.autocast if setup.method == "full" else None) or dtypes.table]
 
 
-def _scores(model: ModelSpec, gpu: GpuSpec, layer: LayerSpec, setup: TrainSetup, tokens: int) -> int:
+def _scores(model: ModelSpec, gpu: GpuSpec, layer: LayerSpec, setup: TrainSetup, tokens: int) -> tuple[int, int]:
     """Bytes of a layer's forward over the prompts at its attention, where its kernel makes tokens x tokens matrices:
-    beside them the embedded prompts, the layer's input and what its norm made of it."""
+    beside them the embedded prompts, the layer's input and what its norm made of it; and of the weights that eager
+    attention hands back, which are there until the layer is done."""
     if layer.attention is None:
-        return 0
+        return 0, 0
     if setup.method != "full":  # outside accelerate's autocast
         setup = setup.replace_trusted(precision=precision_of(setup.weight_dtype, None))
     setup = setup.replace_trusted(seq_len_tokens=setup.prompt_tokens)
@@ -118,11 +131,13 @@ def _scores(model: ModelSpec, gpu: GpuSpec, layer: LayerSpec, setup: TrainSetup,
         hidden=model.hidden_size,
         traits=model.traits,
     )
-    return forward_temporary(layer, context) + 3 * SIZE_BYTES[dtypes.table] * tokens * model.hidden_size
+    size = SIZE_BYTES[dtypes.attention_input]
+    weights = size * layer.attention.num_heads * tokens * setup.prompt_tokens if kernel == "eager" else 0
+    return forward_temporary(layer, context) + 3 * SIZE_BYTES[dtypes.table] * tokens * model.hidden_size, weights
 
 
-def _kept(attention: AttentionSpec, tokens: int, key: int, value: int) -> int:
-    tokens = min(tokens, attention.window_tokens or tokens)
+def _kept(attention: AttentionSpec, tokens: int, key: int, value: int, *, windows: bool = True) -> int:
+    tokens = min(tokens, attention.window_tokens or tokens) if windows else tokens
     return tokens * attention.num_kv_heads * (key * attention.head_dim + value * attention.value_head_dim)
 
 

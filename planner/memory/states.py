@@ -322,10 +322,14 @@ class RankState:
         states = state_bytes(local.num, local.dtype, optimizer, **of_tensors)
         num = local.num if self.stepped is None else self.stepped
         temporary = step_bytes(num, local.dtype, optimizer, largest_tensor=min(num, local.largest))
-        if local.copies:  # a group of their own in every multi-tensor step
+        if (
+            local.copies
+        ):  # a group of their own in every multi-tensor step, made while the other's temporaries are there
             states += state_bytes(local.copies, local.copies_dtype, optimizer)
             largest = min(local.copies, local.largest)
-            temporary = max(temporary, step_bytes(local.copies, local.copies_dtype, optimizer, largest_tensor=largest))
+            of_copies = step_bytes(local.copies, local.copies_dtype, optimizer, largest_tensor=largest)
+            groups = OPTIMIZERS[optimizer].temporaries.copies > 0
+            temporary = temporary + of_copies if groups else max(temporary, of_copies)
         return states, max(0, temporary - self.gone_in_step_bytes)
 
     def host_state_bytes(self, optimizer: str) -> int:
@@ -419,20 +423,20 @@ def backward_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, *,
 
     In between, activations fall and gradients rise linearly with the layers, so the maximum is at an end. With
     accumulation the gradients of earlier micro-batches are alive all along (not counted here), and a new one only until
-    it is added.
+    it is added: the head's half of a tied one when the embedding's has come.
     """
     size = trained.outer_bytes
     # of several forwards autograd adds up a weight's gradients before it gives them to the weight
     if setup.live_forwards > 1:
         whole = trained.size_bytes
         return {"first": 0, "turn": 0, "last": whole, "end": whole + trained.embeddings * size}
-    head = 0 if accumulated else trained.head * size
+    head = trained.head * size
     largest = trained.embeddings * size
     if model.front_end is not None:
         return _of_a_decoders_table(model, setup, trained, accumulated=accumulated)
     # the head's, which waits for the embedding's; copies of a tied pair are two
     half = trained.head * size if model.tied and setup.method == "full" else 0
-    first = turn = head
+    first = turn = half if accumulated else head
     if accumulated:
         last = half
     else:
@@ -480,6 +484,12 @@ def whole_gradients(model: ModelSpec, setup: TrainSetup, trained: Trained, accum
         return allocations
     size = trained.size_bytes
     allocations.append(Allocation(category="gradients", name="gradients", size_bytes=size, moments=("step",)))
+    if setup.adapter == "adalora" and setup.loss == "full" and setup.objective_spec.supervised:
+        # its orthogonality, part of the model's loss, has each matrix wait for its other gradient (peft 0.21
+        # `AdaLoraModel.forward`)
+        allocations.append(
+            gradient_allocation("gradients of AdaLoRA's orthogonality", size, "loss", "head", "first", "turn")
+        )
     if accumulated:
         name, moments = "accumulated gradients", (*COMPUTE, "end")
         allocations.append(Allocation(category="gradients", name=name, size_bytes=size, moments=moments))

@@ -438,7 +438,9 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         moments += [Moment("last", (*seen[:2], ("activations", name, size))) for size in encoder.backward]
     size = total_bytes(of_text)
     others = size * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
-    at_last: Term = ("activations", REMAINING_ACTIVATIONS, max(others, size // max(1, model.num_layers)))
+    held = parts.stored.get("pinned", 0)  # on the nodes of the graph, which goes as a whole
+    left, others = held + (size - held) // max(1, model.num_layers), max(others, held)
+    at_last: Term = ("activations", REMAINING_ACTIVATIONS, max(others, left))
     if parts.hooked > at_last[2]:
         at_last = ("activations", HOOKED, parts.hooked)
     for moment in parts.layer_moments:

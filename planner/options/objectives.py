@@ -193,7 +193,7 @@ def _older_completions_chain(shape: LossShape, stack: str) -> LossChain:
     backward = 3 if by_gather else 4 if wide else 2
     others = int(shape.log_probs != "rows apart")  # other prompts'
     policy = 3 if by_gather or not wide else 2
-    return _chain(shape, (4 if shape.with_reference else policy) + others, backward, reference=2)
+    return _chain(shape, (4 if shape.with_reference else policy) + others, backward, reference=2 + others)
 
 
 def _older_rollouts_chain(shape: LossShape, stack: str) -> LossChain:

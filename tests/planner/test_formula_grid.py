@@ -5,10 +5,11 @@ from statistics import median
 import pytest
 
 from benchmarks import frozen
+from planner.memory.model import memory_of
 from planner.models import catalogue
 from planner.models.spec import READ_BOTH_WAYS
 from planner.options.adapters import ADAPTERS
-from planner.planning.evidence.bands import memory_band
+from planner.planning.evidence.bands import memory_band, profile_band
 from tests.whole import some
 
 MEDIAN, HIGH = 0.002, 0.02
@@ -26,7 +27,8 @@ Errors = dict[tuple[str, str], list[tuple[float, bool]]]
 def errors() -> Errors:
     by_kind: Errors = {}
     for name in frozen.SETS:
-        for point in some(frozen.points(name), 2) if name == "grid" else frozen.points(name):
+        for row in some(frozen.rows(name), {"grid": 2, "drawn": 8}.get(name, 1)):
+            point = frozen.point_of(row)
             error = frozen.formula(point).peak_allocated_bytes / point.measured["allocated"] - 1
             kind = point.setup.adapter if name == "adapters" else point.model.model_type if name == "grid" else ""
             inside = abs(error) <= memory_band(point.model, point.setup)
@@ -47,6 +49,21 @@ def test_the_stated_band_holds_what_it_says_of_every_kind(errors: Errors) -> Non
     for key, each in errors.items():
         if len(each) >= FEW:
             assert sum(inside for _, inside in each) >= HELD_OF_A_KIND * len(each), (key, sorted(each)[:3])
+
+
+MENDED = 30
+"""Points in front: of which more than 3 % less was said than the dry run had, of Llama, OPT, Falcon and others."""
+
+
+def test_no_more_is_allocated_than_the_stated_band_of_what_is_said() -> None:
+    """Whoever has no torch is told by these figures alone that a setup fits."""
+    rows = frozen.rows("drawn")
+    for row in (*rows[:MENDED], *some(rows[MENDED:], 8)):
+        point = frozen.point_of(row)
+        memory = memory_of(point.model, point.gpu, point.setup)[0].breakdown
+        band = profile_band(point.setup) if memory.profiled else memory_band(point.model, point.setup, point.gpu)
+        if point.model.model_type != "gpt_neo":  # whose buffers of masks are not counted
+            assert memory.peak_allocated_bytes * (1 + band) >= point.measured["allocated"], point
 
 
 def test_the_kept_points_cover_every_type_and_every_adapter() -> None:

@@ -403,7 +403,7 @@ def test_generation_holds_keys_and_values_and_one_forwards_temporaries_of_all_pr
     # embedded prompts, the input of the layer and of its norm
     eager = at_generation(generated(attention="eager", rollout={"completion_tokens": 128}))
     beside = 2 * (32 * 3 * 64 + 2048) + 3 * 2 * 2048
-    assert eager["one forward's temporaries in generation"] == 32 * 896 * (32 * 896 * 10 + beside)
+    assert eager["one forward's temporaries in generation"] == 32 * 896 * (32 * 896 * 10 + 2 * 896 + beside)
 
 
 def test_vllm_takes_its_share_for_good_or_while_it_is_awake() -> None:

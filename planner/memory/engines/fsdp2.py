@@ -319,7 +319,9 @@ def _gathered(model: ModelSpec, groups: Groups, *, keep: bool, head_apart: bool,
     name, buffer = "gathered weights", "all-gather buffer"
     # a table that stays gathered is there beside the block, with the buffers of both
     start = groups.embedding + max(groups.embedding, 2 * groups.layer)
-    start = 2 * (max(groups.embedding, tied) + groups.layer) if model.tied or keep else start
+    table = max(groups.embedding, tied)
+    start = 2 * (table + groups.layer) if model.tied or keep else start
+    start = max(start, groups.root - groups.wide_root + 2 * table)  # the root's buffer goes when the table has come
     arriving = max(2 * groups.layer + max(unsharded, groups.layer), unsharded + groups.layer + 2 * arriving_tail)
     return [
         weight_allocation(name, max(start, loading - groups.root - groups.wide_root), "start"),

@@ -116,7 +116,7 @@ def _groups(model: ModelSpec, inner: TrainSetup, shards: int) -> Groups:
     saved = {*inner.modules_to_save}  # whose copies that train are gathered beside them
     saved_table, saved_head = (
         tables * bool(saved & {*SAVED_EMBEDDINGS}),
-        model.num_head_params * bool(saved & {*SAVED_HEADS}),
+        (model.num_head_params or tables) * bool(saved & {*SAVED_HEADS}),
     )
     tail += saved_head + saved_table * model.tied
     root_trained = 0
