@@ -13,6 +13,7 @@ from planner.memory.rank_part import RankPart
 from planner.memory.trained import Trained, layers_alone, trained_parameters
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec
 from planner.models.targets import lora_linears
+from planner.options.adapters import block_size
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import Category, Term
@@ -371,6 +372,14 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
             widest = max(linear.in_features for linear in linears) + max(linear.out_features for linear in linears)
             size = 4 * setup.lora_rank * widest
             yield Allocation(category="adapters", name="frozen matrices that all share", size_bytes=size)
+        if (
+            setup.kind.form == "rotations"
+        ):  # two int64 indices of each matrix's triangle (peft 0.21 `OFTRotationModule`)
+            groups = lora_linears(model, setup.lora_targets)
+            blocks = [(block_size(matrix.in_features, setup.lora_rank), num * matrix.num)
+                      for _, num, linears in groups for matrix in linears]  # fmt: skip
+            size = sum(num * 8 * edge * (edge - 1) for edge, num in blocks)
+            yield Allocation(category="adapters", name="indices of the rotations", size_bytes=size)
         if setup.kind.form == "rows":
             table = max(weights.num_params for weights in model.embeddings) * SIZE_BYTES[dtype_policy_of(setup).table]
             yield Allocation(
