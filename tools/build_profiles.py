@@ -26,6 +26,7 @@ from typing import Any
 
 from planner.core.errors import UnknownModelError
 from planner.core.packed import read_packed, write_packed
+from planner.core.shipped import by_model_type
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of
@@ -229,16 +230,12 @@ def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec], ra
     return _said(path, profiles, builder.failures)
 
 
-QUERIES_AND_VALUES = ("q_proj", "v_proj")
-"""What PEFT adapts by itself in most decoders (0.21 `TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`)."""
-
-
 def as_people_write(
     model: ModelSpec, walked: Iterable[tuple[TrainSetup, GpuSpec]] = ()
 ) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What files ask that no plan walks, by key: of what is walked with all layers checkpointed or none transformers'
     own kernels and a dropout; and what 722 published files ask most (docs/step-profiles.md)."""
-    cases = [(setup, GPU) for setup in _of_files()]
+    cases = [(setup, GPU) for setup in _of_files(tuple(by_model_type("peft_targets").get(model.model_type, ())))]
     for setup, gpu in walked:
         other = setup.activation_offload or setup.selective_checkpointing or setup.loss == "liger"
         if setup.checkpointing <= 1 and not other:
@@ -246,8 +243,9 @@ def as_people_write(
             cases += [(eager, gpu), (eager.replace(lora_dropout=0.05 * (setup.method != "full")), gpu)]
     asked = {}
     for setup, gpu in cases:
-        refused = kernels_refusal(setup.kernels, model.model_type) or dropout_refusal(model, setup)
-        if not refused and (setup.method == "full" or not unmatched_targets(model, setup.lora_targets)):
+        if setup.method != "full" and unmatched_targets(model, setup.lora_targets):
+            continue
+        if not (kernels_refusal(setup.kernels, model.model_type) or dropout_refusal(model, setup)):
             asked[structure_key(model, gpu, setup)] = setup, gpu
     return asked
 
@@ -257,9 +255,9 @@ _REENTRANT = {"checkpointing": 1, "reentrant_checkpointing": True}
 _KEPT = {"checkpointing": 0}
 
 
-def _of_files() -> Iterator[TrainSetup]:
+def _of_files(by_itself: tuple[str, ...]) -> Iterator[TrainSetup]:
     """Transformers' own kernels, fp32 adapters under autocast, reentrant checkpoints (Axolotl, LLaMA-Factory), adapters
-    on attention or on its queries and values alone, checkpoints on the host (Unsloth), preferences."""
+    on attention or on what PEFT adapts by itself alone, checkpoints on the host (Unsloth), preferences."""
     usual: dict[str, Any] = {"accumulation_steps": 2, "optimizer": "adamw", "loss": "full", "kernels": "eager"}
     whole = TrainSetup(method="full", lora_rank=0, precision="bf16-autocast", **usual, **_CHECKPOINTED)
     yield from (whole.replace(**kept) for kept in (_CHECKPOINTED, _REENTRANT, _KEPT))
@@ -282,7 +280,7 @@ def _of_files() -> Iterator[TrainSetup]:
         yield from (dropped.replace(loss=loss) for loss in ("liger", "chunked"))
         yield dropped.replace(loss="chunked", **_KEPT)
         yield from (adapters.replace(kernels=kernels, **on_host) for kernels in ("eager", "fused"))
-        for few in ("attention", QUERIES_AND_VALUES):
+        for few in ("attention", by_itself) if by_itself else ("attention",):
             of_few = dropped.replace(lora_targets=few)
             yield from (of_few.replace(**kept) for kept in (_CHECKPOINTED, _REENTRANT, _KEPT))
             yield of_few.replace(lora_dropout=0.0, **_REENTRANT)
