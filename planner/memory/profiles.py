@@ -380,12 +380,14 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 def profiled_kind(setup: TrainSetup) -> bool:
     """Whether profiles are made of such setups: text on one GPU, whole weights or adapters whose matrices have a rank,
-    objectives whose sizes are the samples' alone (but supervised training with all logits: tiles of pairs are others).
+    objectives whose sizes are the samples' alone (but supervised training with all logits: tiles of pairs are others);
+    no full loss in pieces of so many tokens, of which there are more the more there are.
     """
     covered = setup.objective == "sft" or (setup.objective in _OBJECTIVES and setup.loss == "full")
     partly = setup.images is not None or setup.compile or setup.trained_layers or setup.frozen_encoder or setup.pads
+    cut = setup.loss == "full" and setup.trainer.loss_chunk_tokens > 0
     older = any(_LATER(setup)) and setup.uses_older_code_paths
-    plain = setup.single_gpu and covered and not partly and not older
+    plain = setup.single_gpu and covered and not partly and not cut and not older
     return plain and setup.attention not in (XFORMERS, FLEX) and setup.adapter in _ADAPTERS
 
 
