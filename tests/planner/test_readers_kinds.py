@@ -1024,6 +1024,11 @@ FSDP_RUN = {"swift_version": "4.2", "global_world_size": 2, "model": "m", "tuner
         (f"NPROC_PER_NODE=2 {SWIFT}--fsdp fsdp2\n", "run.sh", {"offload": "none"}),
         (f"NPROC_PER_NODE=2 {SWIFT}--fsdp '{json.dumps(FSDP_FILE)}'\n", "run.sh", {"offload": "parameters"}),
         (json.dumps(FSDP_RUN | FSDP_FILE), "args.json", {"offload": "parameters", "compile": True}),
+        (
+            f"F=/o/$(date +%s)/f.json\ncat > $F <<EOF\n{json.dumps(FSDP_FILE)}\nEOF\nNPROC_PER_NODE=2 {SWIFT}--fsdp $F\n",
+            "run.sh",
+            {"offload": "parameters"},
+        ),
     ],
 )
 def test_ms_swifts_fsdp_and_what_a_run_of_it_keeps_are_read(text: str, file: str, fields: dict[str, object]) -> None:

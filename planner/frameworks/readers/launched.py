@@ -221,7 +221,8 @@ class Launches:
 
     def _of_given(self, command: shell.Command, kind: str, around: FileContext, given: Mapping[str, Any]) -> ReadConfig:
         given = versions.of_words(given, kind)
-        opened = {key: value for key, value in given.items() if isinstance(value, str) and shell.is_open(value)}
+        texts = ((key, value) for key, value in given.items() if isinstance(value, str) and value not in around.written)
+        opened = {key: value for key, value in texts if shell.is_open(value)}
         resolved = {key: value for key, value in given.items() if key not in opened}
         reading = _launched(lambda inside: READERS[kind](Settings(resolved, self.name, inside)), command, around)
         reasons = {key: f"{value}, which is set when the script runs" for key, value in opened.items()}
