@@ -1025,7 +1025,7 @@ FSDP_RUN = {"swift_version": "4.2", "global_world_size": 2, "model": "m", "tuner
         (f"NPROC_PER_NODE=2 {SWIFT}--fsdp '{json.dumps(FSDP_FILE)}'\n", "run.sh", {"offload": "parameters"}),
         (json.dumps(FSDP_RUN | FSDP_FILE), "args.json", {"offload": "parameters", "compile": True}),
         (
-            f"F=/o/$(date +%s)/f.json\ncat > $F <<EOF\n{json.dumps(FSDP_FILE)}\nEOF\nNPROC_PER_NODE=2 {SWIFT}--fsdp $F\n",
+            f"F=/o/$(date +%s).json\ncat > $F <<E\n{json.dumps(FSDP_FILE)}\nE\nNPROC_PER_NODE=2 {SWIFT}--fsdp $F\n",
             "run.sh",
             {"offload": "parameters"},
         ),
@@ -1060,6 +1060,9 @@ REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
         "from llamafactory.train.tuner import run_exp\ndef main():\n    run_exp()\nmain()\n",
         "from swift.llm import sft_main\nif __name__ == '__main__':\n    sft_main()\n",
         "import typer\nfrom our_tool.pretrain import setup as begin\ntyper.run(begin)\n",
+    )),
+    (NotATraining, "no config of a known tool", "export.yaml", (
+        "base_model: Qwen/Qwen2.5-1.5B\nadapter_path: out\noutput_name: mine\nquantization: q4_k_m\n",
     )),
     (NotATraining, "no trainer", "finetuning.py", (
         "from sklearn.model_selection import train_test_split\ntrain_test_split(a)\n",
