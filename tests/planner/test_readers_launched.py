@@ -237,6 +237,14 @@ def test_words_are_taken_as_argparse_takes_them(
     assert {name: getattr(setup, name) for name in fields} == fields
 
 
+@pytest.mark.parametrize("asked", ["platform.system() == 'Windows'", "sys.platform == 'win32'", "os.name == 'nt'"])
+def test_a_program_runs_on_linux(asked: str) -> None:
+    text = PARSED.replace("words.batch_size", f"1 if {asked} else 4").replace(
+        "import argparse", "import argparse, os, platform, sys"
+    )
+    assert read_text(text, "train.py").setup.micro_batch_seqs == 4
+
+
 def test_a_models_loader_elsewhere_leaves_its_quantization_open() -> None:
     body = """
 from peft import LoraConfig

@@ -93,6 +93,8 @@ def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, mad
 
 def _of_system(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
     match callee.path:
+        case "platform.system":
+            return Constant("Linux", f"{made.where}, Linux taken")
         case "os.environ.get" | "os.getenv" | "getenv" | "environ.get":
             return environment(reader, made)
         case "torch.cuda.is_available":
@@ -385,6 +387,8 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             if (value.path, name) == ("sys", "argv"):
                 words = [Constant(word, "the command line") for word in reader.outside.arguments or ()]
                 return ListValue([Constant(reader.name), *words], "the command line")
+            if (value.path, name) in (("sys", "platform"), ("os", "name")):
+                return Constant("linux" if name == "platform" else "posix", f"{place}, Linux taken")
             return ImportedName(f"{value.path}.{name}")
         case Instance() | Class():
             if name in value.attributes:
