@@ -23,6 +23,7 @@ from planner.models.spec import ModelSpec
 from planner.models.stored import dequantizing_class, plain_copy, stored_method
 from planner.models.targets import ATTENTION_ROLES, adapts_expert_stacks, lora_linears
 from planner.options.kernels import KERNELS
+from planner.options.objectives import packs
 from planner.planning.decision.alternatives import alternatives, other_classes, refusal, staged
 from planner.planning.decision.candidates import WhenAsked, candidate, of_point
 from planner.planning.decision.choosing import choose, choose_alone
@@ -266,6 +267,7 @@ def _contradiction(values: Mapping[str, tuple[Any, ...]]) -> str:
     names = ("method", "quantization", "precision", "attention")
     kind = {name: values[name][0] for name in ("objective", "adapter", "rollout") if name in values}
     kind |= {"loss": values["loss"][0]} if "objective" in kind else {}
+    kind |= {"checkpointing": min(values["checkpointing"]), "packing": packs(values)}
     reasons: Counter[str] = Counter()
     for combination in product(*(values[name] for name in names)):
         setup = kind | dict(zip(names, combination, strict=True))

@@ -165,6 +165,12 @@ def _keep_for_objective(values: Values, workload: Workload, objective: Objective
     # Of these losses, those that some trainer of the objective has; of the default stack's trainer, its own.
     losses = values["loss"]
     allowed = tuple(loss for loss in losses if loss in objective.losses[: None if any_trainer else 1])
+    if not allowed and "loss" not in fixed:
+        raise UsageError(
+            f"{workload.model.model_type} is not planned with objective {objective.name}: its loss is "
+            f"{', '.join(losses)}, which no trainer of that has",
+            hint="give another model or another objective",
+        )
     if not allowed:
         raise UsageError(
             f"--loss cannot be kept: no trainer of --objective {objective.name} has {', '.join(losses)}",

@@ -82,6 +82,19 @@ def test_offloaded_checkpoints_find_room_in_the_host(host_gib: float | None, *, 
     assert not offloads or answer.chosen.setup.activation_offload
 
 
+def test_a_smaller_model_of_another_type_where_nothing_else_helps() -> None:
+    """GRPO of DeepSeek-V3, which is not planned over several GPUs, had no way out on any card."""
+    fixed = {
+        "objective": ("grpo",), "method": ("lora",), "lora_targets": ("attention",), "optimizer": ("adamw-fused",),
+        "checkpointing": (1,), "attention": ("sdpa",), "kernels": ("eager",), "precision": ("bf16-autocast",),
+        "micro_batch_seqs": (8,),
+    }  # fmt: skip
+    (suggestion,) = refusal_of(plan_request("deepseek-ai/DeepSeek-V3", "rtx-4090", fixed=fixed)).suggestions
+    words, model_id, _ = suggestion.action.split(": ")
+    assert (words, model_id.startswith("deepseek-ai/")) == ("a smaller model", True)
+    assert isinstance(plan_workload(plan_request(model_id, "rtx-4090", fixed=fixed), explained=False), Plan)
+
+
 def test_the_smallest_host_of_several_gpus() -> None:
     """Before: the host of the first spread looked at, 134.6 GiB."""
     arguments = {"fixed": {"method": ("full",)}, "cluster": make_cluster(find_gpu("rtx-4090"), 2)}

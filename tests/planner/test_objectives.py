@@ -138,6 +138,13 @@ def test_a_loss_that_contradicts_the_objective_is_a_usage_error() -> None:
         plan_workload(plan_request)
 
 
+def test_a_model_without_the_objectives_loss_is_named() -> None:
+    """Nobody had given the --loss that "cannot be kept"."""
+    workload = PlanRequest(fixed={"objective": ("grpo",)}).workload(load("google/flan-t5-xl"), CARD)
+    with pytest.raises(UsageError, match="t5 is not planned with objective grpo"):
+        plan_workload(workload)
+
+
 @pytest.mark.parametrize("objective", UNLIKE)
 def test_targets_without_the_objective_are_refused_by_name(objective: str) -> None:
     setup = setup_of(objective)

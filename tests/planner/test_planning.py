@@ -355,6 +355,8 @@ def test_apple_gpus_get_only_what_runs_on_them() -> None:
         ({"method": ("qlora",), "quantization": ("none",)}, "quantization"),
         ({"precision": ("fp32",), "attention": ("flash-attention-2",)}, "fp32 kernel"),
         ({"method": ("qlora",), "precision": ("fp32",), "attention": ("flash-attention-2",)}, "fp32 kernel"),
+        ({"objective": ("orpo",), "adapter": ("prefix",), "method": ("lora",)}, "not planned for objective 'orpo'"),
+        ({"objective": ("pretrain",), "adapter": ("ln-tuning",), "method": ("lora",), "lora_rank": (0,)}, "no packing"),
     ],
 )
 def test_a_contradiction_is_named(fixed: dict[str, tuple[str, ...]], word: str) -> None:

@@ -21,6 +21,7 @@ from planner.memory.states import in_one_memory, pinned_bytes
 from planner.memory.workload import Workload
 from planner.models import catalogue
 from planner.models.encoders import image_tokens
+from planner.models.spec import ModelSpec
 from planner.options.stacks import DEFAULT
 from planner.planning.decision.candidates import alternative, candidate
 from planner.planning.decision.choosing import choose
@@ -251,7 +252,8 @@ def _suggestions(
     workload: Workload, results: WalkResults, nearest: Candidate, other_forms: Sequence[tuple[Workload, TrainSetup]]
 ) -> Iterator[Suggestion]:
     """Smallest change first: options the user fixed, the host's memory, a shorter sequence, more GPUs or a larger host
-    where there are several, another GPU of the table, a smaller model; else several of the largest card for rent."""
+    where there are several, another GPU of the table, a smaller model; else several of the largest card for rent, or a
+    smaller model of any type."""
     suggestions = [*_changes(workload, results, nearest, other_forms)]
     yield from suggestions
     if workload.num_gpus == 1 and not any(suggestion.fits for suggestion in suggestions):
@@ -259,7 +261,10 @@ def _suggestions(
         largest = max(rented, key=lambda gpu: gpu.memory_bytes)
         fixed = {"offload": ("none",), **workload.fixed}  # how much its host has nobody says
         there = replace(workload, gpu=largest, memory_bytes=largest.memory_bytes, fixed=fixed)
-        yield from _more_gpus(there, nearest, results.cache, card=f"--gpu {largest.key} ")
+        suggestions += (more := [*_more_gpus(there, nearest, results.cache, card=f"--gpu {largest.key} ")])
+        yield from more
+    if not any(suggestion.fits for suggestion in suggestions):
+        yield from _another_model(workload, nearest)
 
 
 def _changes(
@@ -305,6 +310,37 @@ def _changes(
     if smaller:
         *_, model_id, peak = max(smaller)
         yield Suggestion(f"a smaller model: {model_id}", nearest.formula.peak_device_bytes - peak)
+
+
+def _another_model(workload: Workload, nearest: Candidate) -> Iterator[Suggestion]:
+    """The largest smaller model of the catalogue, of the same maker where there is one, with which something fits."""
+    own, length, models = workload.model, workload.seq_len_tokens, []
+    kind, maker = _kind_of(own), own.model_id.partition("/")[0].lower()
+    for name in catalogue.names():
+        with suppress(PlannerError):
+            model = catalogue.load(name)
+            smaller = model is not None and model.num_params < min(own.num_params, 2 * workload.budget_bytes)
+            if model and smaller and _kind_of(model) == kind and (model.max_position_embeddings or length) >= length:
+                models.append(model)
+    tried = 0.0
+    models.sort(key=lambda model: (model.model_id.lower().startswith(f"{maker}/"), model.num_params), reverse=True)
+    for model in models:
+        if NEXT_SIZE * tried < model.num_params <= tried:
+            continue
+        request = (f"a smaller model: {model.model_id}: {{}}", replace(workload, model=model))
+        if suggestions := [*_first_that_fits([request], nearest, WalkCache())]:
+            yield from suggestions
+            return
+        tried = model.num_params
+
+
+def _kind_of(model: ModelSpec) -> tuple[bool, bool]:
+    """What a model is for: whether it reads both ways, and hears."""
+    return model.reads_both_ways, model.front_end is not None
+
+
+NEXT_SIZE = 0.8
+"""How large the next model that is tried is at most, over one with which nothing fits."""
 
 
 def _relaxed(workload: Workload, nearest: Candidate, cache: WalkCache) -> Iterator[Suggestion]:
