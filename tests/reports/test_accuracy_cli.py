@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from benchmarks.measured import load_rows
 
 
 @pytest.fixture(scope="module")
-def tables() -> list[AccuracyTable]:
-    return level_tables("formula", load_rows())
+def tables(warm_programs: Path) -> list[AccuracyTable]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(warm_programs / "python"))
+        return level_tables("formula", load_rows())
 
 
 def test_formula_meets_the_aim_on_allocated_memory(tables: list[AccuracyTable]) -> None:
