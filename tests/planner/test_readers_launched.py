@@ -237,6 +237,31 @@ def test_words_are_taken_as_argparse_takes_them(
     assert {name: getattr(setup, name) for name in fields} == fields
 
 
+HANDED = {
+    "a list": (PARSED, "parse_args()", 'parse_args(["--batch_size", "2"])', 2),
+    "a text": (PARSED, "parse_args()", "parse_args('--batch_size 2'.split())", 2),
+    "none": (PARSED, "parse_args()", "parse_args(args=[])", 4),
+    "the command line's": (PARSED, "parse_args()", "parse_args(sys.argv[1:])", 8),
+    "a dictionary": (
+        "from transformers import HfArgumentParser\nfrom trl import SFTConfig, SFTTrainer\n"
+        "(args,) = HfArgumentParser(SFTConfig).WORDS\nSFTTrainer('Qwen/Qwen3-0.6B', args=args).train()\n",
+        "WORDS",
+        "parse_dict({'per_device_train_batch_size': 2, 'max_length': 64})",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HANDED)
+def test_words_that_a_program_hands_its_parser_are_in_the_command_lines_place(name: str, tmp_path: Path) -> None:
+    text, old, new, batch = HANDED[name]
+    (tmp_path / "train.py").write_text("import sys\n" + text.replace(old, new))
+    (tmp_path / "run.sh").write_text("python train.py --batch_size 8\n")
+    config = read_config(tmp_path / "run.sh")
+    assert "micro_batch_seqs" not in {gap.field for gap in config.missing}
+    assert config.setup.micro_batch_seqs == batch
+
+
 @pytest.mark.parametrize("asked", ["platform.system() == 'Windows'", "sys.platform == 'win32'", "os.name == 'nt'"])
 def test_a_program_runs_on_linux(asked: str) -> None:
     text = PARSED.replace("words.batch_size", f"1 if {asked} else 4").replace(

@@ -359,6 +359,20 @@ def _parsed(owner: CallResult, context: FileContext) -> Instance:
     return namespace
 
 
+def _with_handed_words(reader: Reading, made: CallResult) -> FileContext:
+    """What is known from outside, with the words that a parser is handed by the program in place of the command
+    line's."""
+    handed = items_of(made.argument("args", 0) or Constant(None))
+    words = [plain(word) for word in handed or ()]
+    if (
+        not all(isinstance(word, str) for word in words)
+        or handed is None
+        or (not words and not reader.outside.arguments)
+    ):
+        return reader.outside
+    return replace(reader.outside, arguments=tuple(words))
+
+
 def _not_taken(reader: Reading, owner: CallResult, where: str) -> list[str]:
     """Sentences on long options of the command line that a parser does not have, at which argparse ends the program;
     none where not all its options are known: one is computed, takes the rest, or others' code may add some."""
@@ -419,7 +433,7 @@ def of_parser(reader: Reading, owner: CallResult, made: CallResult) -> Value | N
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
             if made.name == "parse_args" and made.argument("args", 0) is None:
                 reader.program.not_taken += _not_taken(reader, owner, made.where)
-            namespace = _parsed(owner, reader.outside)
+            namespace = _parsed(owner, _with_handed_words(reader, made))
             return ListValue([namespace, ListValue([])]) if made.name == "parse_known_args" else namespace
     return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None
 
@@ -449,11 +463,15 @@ def _dataclasses(reader: Reading, owner: CallResult, made: CallResult) -> Value:
     if classes is None and given is not None:
         classes = [given]
     words = dict(_of_file(reader, owner, made))
+    handed = as_table(made.positional[0]) if made.name == "parse_dict" and made.positional else None
     if made.name in OF_FILES:  # which take no word of the command line
         more = "" if words else f"{made.where}: settings come from another file"
+    elif handed is not None:
+        words, more = dict(handed.entries), handed.more
     else:
-        words |= on_command_line(reader.outside.arguments)
-        more = "" if reader.outside.arguments is not None else f"{made.where}: settings come from the command line"
+        arguments = _with_handed_words(reader, made).arguments
+        words |= on_command_line(arguments)
+        more = "" if arguments is not None else f"{made.where}: settings come from the command line"
     values: list[Value] = []
     # Two classes that share an option do not start: a word of the program's own class is none of a library's.
     owned = {key for kind in classes or [] if isinstance(kind, Class) and not kind.base for key in kind.fields}
