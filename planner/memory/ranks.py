@@ -181,5 +181,5 @@ def rank_breakdown(step: ProfiledStep, gpu: GpuSpec, setup: TrainSetup, state: R
     else:
         saved = next(candidate.computing for candidate in moments["forward"] if candidate.of_profile == LOSS_BEGINS)
         dynamic = {phase: largest[phase].size_bytes for phase in PHASES[1:-1]}
-        gap = fixed_segments_gap_bytes(saved=saved, **dynamic)
+        gap = fixed_segments_gap_bytes(saved=saved, **dynamic) + state.holes_bytes
     return terms.breakdown(gpu, setup, gap, profiled=True)

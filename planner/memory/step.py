@@ -561,7 +561,7 @@ def breakdown(part: RankPart, gpu: GpuSpec, setup: TrainSetup, state: RankState)
         layer, of_loss = max(layer, total_bytes(generated)), formula_loss_gap_share(setup.loss, setup.checkpointing)
         gap = allocator_gap_bytes(loss=loss_bytes, layer=layer, of_loss=of_loss) + state.holes_bytes
     else:
-        gap = fixed_segments_gap_bytes(saved=saved + waiting, **largest)
+        gap = fixed_segments_gap_bytes(saved=saved + waiting, **largest) + state.holes_bytes
     return terms.breakdown(gpu, setup, gap)
 
 

@@ -228,7 +228,10 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
     layer = gathered_groups(model, inner, 1).layer
     loss_forward, reference_forward = _reference_bytes(model, inner, buffers) if setup.asks_reference else (0, 0)
     waiting_layers = model.num_layers - _blocks_per_bucket(model, trained, bucket)
-    allocations += _gathered(model, inner, buffers, max(layer, layer * waiting_layers))
+    gathered = _gathered(model, inner, buffers, max(layer, layer * waiting_layers))
+    # the stream of the gathers has a pool of its own, which keeps what the forward had in it beside the loss
+    at_most, at_loss = (allocation.size_bytes for allocation in gathered[:2])
+    allocations += gathered
     persistent = persistent_bytes(model, inner, buffers.persistent_elements)
     allocations.append(weight_allocation("weights that stay gathered", persistent))
     return rank_state(
@@ -242,6 +245,7 @@ def _stage_3(part: RankPart, setup: TrainSetup, inner: TrainSetup, trained: Trai
         gone_in_step_bytes=size * stepped if trained.dtype != "fp32" else 0,
         loss_forward_bytes=loss_forward,
         reference_forward_bytes=reference_forward,
+        holes_bytes=max(0, at_most - at_loss),
         host_bytes=host,
     )
 

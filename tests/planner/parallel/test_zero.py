@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from planner.core.units import MIB
+from planner.core.units import GIB, MIB
 from planner.hardware.gpus import find_gpu
+from planner.memory.engines import engine_of
 from planner.memory.model import rank_memories
+from planner.memory.rank_part import rank_parts
 from planner.memory.workspace import cublas_workspace_bytes
 from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
-from planner.options.zero_buffers import AUTO, ZeroBuffers
+from planner.options.zero_buffers import AUTO, SHIPPED, ZeroBuffers
 from planner.setup import TrainSetup
 from tests.planner.helpers import loaded
 
@@ -134,6 +136,23 @@ def test_zero3_gathers_up_to_the_live_limit_whatever_the_model() -> None:
     for model_id in ("meta-llama/llama-3.1-8b", "qwen/qwen3-32b"):
         gathered_bytes = _catalogue_rank(model_id, method="full", lora_rank=0)["gathered weights"]
         assert 2e9 < gathered_bytes < 2.2e9
+
+
+@pytest.mark.parametrize(
+    ("model_id", "pool_gib"),
+    [("qwen/qwen2.5-7b", 3.07), ("meta-llama/llama-3.1-8b", 3.19), ("qwen/qwen2.5-14b", 3.75)],
+)
+def test_zero3_keeps_its_gathers_pool_beside_the_loss(model_id: str, pool_gib: float) -> None:
+    """DeepSpeed 0.19's order of gathers and releases (`partitioned_param_coordinator.py`, sizes "auto") replayed in
+    PyTorch's allocator on fixed segments, as all of them are made on a stream of their own: what it has reserved."""
+    model = loaded(model_id)
+    setup = TrainSetup(parallel="zero3", num_gpus=2, checkpointing=1, loss="full", zero_buffers=SHIPPED["zero3"])
+    (part,) = rank_parts(model, setup)
+    state = engine_of(setup).state(part, setup, accumulated=False)
+    (at_loss,) = (
+        each.size_bytes for each in state.allocations if each.name == "gathered weights" and "loss" in each.moments
+    )
+    assert (at_loss + state.holes_bytes) / GIB == pytest.approx(pool_gib, rel=0.12)
 
 
 def test_4_bit_weights_stay_gathered_on_any_number_of_gpus() -> None:
