@@ -291,20 +291,20 @@ def test_this_machines_links_are_those_that_the_driver_tells(
 
 
 def test_plan_on_this_machines_gpus_climbs_to_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    climbed: list[Plan] = []
+    refined: list[Plan] = []
 
-    def climb(plan: Plan) -> Plan:
-        climbed.append(plan)
+    def refine(plan: Plan) -> Plan:
+        refined.append(plan)
         return plan
 
     monkeypatch.setattr("finetune_planner.cli.answer.find_gpu", lambda name: find_gpu("rtx-4090"))
     monkeypatch.setattr("finetune_planner.app.machine.local_link", lambda num: "pcie")
-    monkeypatch.setattr("finetune_planner.app.tuning.refine_by_probe", climb)
+    monkeypatch.setattr("finetune_planner.app.tuning.refine_by_probe", refine)
     words = ["Qwen/Qwen2.5-1.5B", "--gpu", "local", "--gpus", "2", "--method", "lora", *FAST]
     assert run(words) == 0
-    assert [plan.workload.num_gpus for plan in climbed] == [2]
+    assert [plan.workload.num_gpus for plan in refined] == [2]
     assert run([*words, "--no-probe"]) == 0
-    assert len(climbed) == 1
+    assert len(refined) == 1
 
 
 def test_a_machine_without_the_searchs_library_plans_and_says_so(

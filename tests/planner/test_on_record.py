@@ -46,7 +46,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"num_gpus": 4, "parallel": "dp", "loss": "full"},
 )
 
-DEALT = TrainSetup(
+EXPERT_PARALLEL = TrainSetup(
     **FULL, parallel="fsdp2", expert_degree=4, precision="bf16-mixed", micro_batch_seqs=2, seq_len_tokens=2048
 )
 NUM_LAYOUT = 2 * len(LAYOUTS) + 1
@@ -62,7 +62,7 @@ def points() -> list[tuple[str, str, str, TrainSetup]]:
         for layout in LAYOUTS:
             setup = TrainSetup(**layout, micro_batch_seqs=2, seq_len_tokens=2048)
             sampled.append((f"spread: {layout['parallel']}", "meta-llama/llama-3.1-8b", gpu, setup))
-    return [*sampled, ("spread: experts", "qwen/qwen3-30b-a3b", "h100-sxm", DEALT)]
+    return [*sampled, ("spread: experts", "qwen/qwen3-30b-a3b", "h100-sxm", EXPERT_PARALLEL)]
 
 
 def figures() -> dict[str, dict[str, float]]:

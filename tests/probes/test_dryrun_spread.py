@@ -43,7 +43,7 @@ DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "fsdp2 hybrid, alternating layers": ("gemma2", {**FULL, "parallel": "fsdp2", "shard_degree": 2}),
     "a ring inside fsdp2": ("llama", {"parallel": "fsdp2", "context_degree": 4}),
-    "dealt experts inside fsdp2": (
+    "expert parallel inside fsdp2": (
         "qwen3_moe",
         {**FULL, "parallel": "fsdp2", "precision": "bf16-mixed", "expert_degree": 4, "accumulation_steps": 2},
     ),
@@ -76,7 +76,7 @@ DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 SOME = (
-    "ddp full, accumulation", "dealt experts inside fsdp2", "fsdp2 nf4", "tensor full, tied",
+    "ddp full, accumulation", "expert parallel inside fsdp2", "fsdp2 nf4", "tensor full, tied",
 )  # fmt: skip
 """Each engine, method and accumulation once."""
 

@@ -192,12 +192,12 @@ def test_offloaded_a_quantized_base_stays_unless_clearly_slower() -> None:
 def test_a_quantized_base_that_no_card_loads_whole_is_dealt_out_by_layers() -> None:
     """transformers 5 makes all 4-bit weights on every GPU before FSDP2 or ZeRO-3 cuts them: 37 GiB of a 70B."""
     fixed = {"method": ("qlora",)}
-    dealt = chosen_for("meta-llama/Llama-3.1-70B", "rtx-4090", 4, fixed=fixed, targets=("trl",))
-    assert dealt.chosen.setup.parallel == "device-map"
+    layer_by_layer = chosen_for("meta-llama/Llama-3.1-70B", "rtx-4090", 4, fixed=fixed, targets=("trl",))
+    assert layer_by_layer.chosen.setup.parallel == "device-map"
     staged = chosen_for("meta-llama/Llama-3.1-70B", "rtx-4090", 4, fixed=fixed).chosen  # in the host, by Axolotl
     assert (staged.setup.stack, staged.setup.parallel, staged.setup.offload) == ("axolotl", "fsdp2", "parameters")
-    assert staged.tokens_per_s > 2 * dealt.chosen.tokens_per_s
-    assert "makes the whole quantized model (36.80 GiB) on every GPU" in dealt.notes[0]
+    assert staged.tokens_per_s > 2 * layer_by_layer.chosen.tokens_per_s
+    assert "makes the whole quantized model (36.80 GiB) on every GPU" in layer_by_layer.notes[0]
     cut = chosen_for("meta-llama/Llama-3.1-70B", "a6000", 2, interconnect="nvlink", fixed=fixed)
     assert cut.chosen.setup.parallel == "fsdp2"
     card, model, setup = find_gpu("rtx-4090"), cut.workload.model, cut.chosen.setup
