@@ -262,6 +262,38 @@ def test_words_that_a_program_hands_its_parser_are_in_the_command_lines_place(na
     assert config.setup.micro_batch_seqs == batch
 
 
+SET_LATER = {
+    "global": "B = None\ndef setup():\n    global B\n    B = 2\nsetup()\nargs = Arguments(batch=B)",
+    "nonlocal": (
+        "def of():\n    b = 1\n    def more():\n        nonlocal b\n        b += 1\n    more()\n    return b\n"
+        "args = Arguments(batch=of())"
+    ),
+    "partial": "make = functools.partial(Arguments, batch=2)\nargs = make(output_dir='o')",
+    "partial of a function": (
+        "def make(kind, b):\n    return kind(batch=b)\nargs = functools.partial(make, Arguments)(b=2)"
+    ),
+    "set_training": "args = Arguments(batch=4).set_training(1e-4, 2)",
+    "set_dataloader": "args = Arguments('o')\nargs.set_dataloader(train_batch_size=2)",
+    "shift": "args = Arguments(batch=1 << 1)",
+    "under a condition": (
+        "B = 4\ndef setup():\n    global B\n    if input():\n        B = 2\nsetup()\nargs = Arguments(batch=B)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SET_LATER)
+def test_what_another_scope_a_partial_or_a_setter_says_is_read(name: str) -> None:
+    body = SET_LATER[name].replace("Arguments", "TrainingArguments").replace("batch=", "per_device_train_batch_size=")
+    text = (
+        "import functools\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+        f"model = AutoModelForCausalLM.from_pretrained('Qwen/Qwen3-0.6B')\nblock_size = 64\n{body}\n"
+        "Trainer(model=model, args=args).train()\n"
+    )
+    config = read_text(text, "train.py")
+    is_open = "micro_batch_seqs" in {gap.field for gap in config.missing}
+    assert (is_open, is_open or config.setup.micro_batch_seqs) == ((name == "under a condition"), is_open or 2)
+
+
 @pytest.mark.parametrize("asked", ["platform.system() == 'Windows'", "sys.platform == 'win32'", "os.name == 'nt'"])
 def test_a_program_runs_on_linux(asked: str) -> None:
     text = PARSED.replace("words.batch_size", f"1 if {asked} else 4").replace(

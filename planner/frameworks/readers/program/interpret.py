@@ -139,13 +139,11 @@ class Reader(Reading):
                 value = self.value(node.value, scope)
                 for target in node.targets:
                     self.assign(target, value, scope)
-            case ast.AnnAssign(value=ast.expr()):
-                assert node.value is not None
-                self.assign(node.target, self.value(node.value, scope), scope)
+            case ast.AnnAssign(value=ast.expr() as assigned):
+                self.assign(node.target, self.value(assigned, scope), scope)
             case ast.AugAssign():
-                left = self.value(node.target, scope)
-                made = values.binary(node.op, left, self.value(node.value, scope), self.place(node, scope))
-                self.assign(node.target, made, scope)
+                sides = self.value(node.target, scope), self.value(node.value, scope)
+                self.assign(node.target, values.binary(node.op, *sides, self.place(node, scope)), scope)
             case ast.If():
                 self.branch(node, scope)
             case ast.For() | ast.AsyncFor():
@@ -166,6 +164,8 @@ class Reader(Reading):
                 self.leave(node, scope)
             case ast.Match():
                 self.match(node, scope)
+            case ast.Global() | ast.Nonlocal():
+                scope.declare(node)
             case ast.Delete():
                 for target in node.targets:
                     gone = scope.names.pop(target.id, None) if isinstance(target, ast.Name) else None
@@ -333,7 +333,7 @@ class Reader(Reading):
     def assign(self, target: ast.expr, value: Value, scope: Scope) -> None:
         match target:
             case ast.Name():
-                scope.names[target.id] = value
+                scope.put(target.id, value, unsure=self.uncertain > 0)
                 if isinstance(value, CallResult) and value.of is not None and self.turn.depth == self.depth:
                     value.attributes["kept"] = Constant(True)
                 self.note_length(target.id, value)

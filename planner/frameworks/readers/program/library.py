@@ -4,7 +4,7 @@ Everything else becomes a `Made`: the call itself, to be looked at by whoever kn
 """
 
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any
@@ -55,6 +55,31 @@ NUMBERS: dict[str, Any] = {
 
 MAX_DIGITS = 400
 """To which `round` rounds; a float has 308 before the point."""
+
+
+SETTERS: Mapping[str, Mapping[str, tuple[int, str, Any]]] = {
+    "set_training": {
+        "batch_size": (1, "per_device_train_batch_size", 8),
+        "gradient_accumulation_steps": (5, "gradient_accumulation_steps", 1),
+        "activation_checkpointing": (7, "activation_checkpointing", False),
+        "gradient_checkpointing": (7, "gradient_checkpointing", False),
+    },
+    "set_dataloader": {
+        "train_batch_size": (0, "per_device_train_batch_size", 8),
+        "eval_batch_size": (1, "per_device_eval_batch_size", 8),
+    },
+    "set_evaluate": {
+        "strategy": (0, "eval_strategy", "no"),
+        "batch_size": (2, "per_device_eval_batch_size", 8),
+        "accumulation_steps": (3, "eval_accumulation_steps", None),
+    },
+    "set_testing": {"batch_size": (0, "per_device_eval_batch_size", 8)},
+    "set_optimizer": {"name": (0, "optim", "adamw_torch")},
+}
+"""Method of TrainingArguments -> its parameter -> place, setting, default, which it sets too.
+
+Source: transformers 5.23 `training_args.py`.
+"""
 
 
 def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
@@ -450,6 +475,12 @@ def call(reader: Reading, callee: Value, made: CallResult, scope: Scope | None =
                 return returned
         if callee.name in NUMBERS and callee.path == callee.name and made.positional:
             return _number(callee.name, made)
+    elif isinstance(callee, CallResult) and callee.name == "partial" and callee.positional:
+        inner, *before = callee.positional
+        made.positional, made.keywords = [*before, *made.positional], {**callee.keywords, **made.keywords}
+        if isinstance(inner, Function):
+            return reader.called(inner, made)
+        return reader.instance(inner, made) if isinstance(inner, Class) else call(reader, inner, made, scope)
     elif isinstance(callee, CallResult):
         made.receiver, made.owner = callee.receiver, callee.owner
         if callee.receiver is not None:
@@ -550,6 +581,12 @@ def _of_object(reader: Reading, owner: Value, made: CallResult) -> Value | None:
         return None
     if owner.name == "ArgumentParser" or owner.name in PARSERS:
         return of_parser(reader, owner, made)
+    if name in SETTERS and is_followed(owner.name):
+        for parameter, (position, setting, default) in SETTERS[name].items():
+            value = made.argument(parameter, position) or Constant(default, made.where)
+            open_ = Unknown(f"{made.where}: {setting} is set under a condition that is not known")
+            owner.attributes[setting] = open_ if reader.uncertain else value
+        return owner
     if name == "train" and is_trainer(trainer_of(owner)):
         reader.program.trained.append((trainer_of(owner), reader.uncertain > 0))
         return made

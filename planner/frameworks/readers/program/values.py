@@ -150,6 +150,21 @@ class Scope:
     names: dict[str, Value] = field(default_factory=dict)
     parent: "Scope | None" = None
     file: str = ""
+    outer: "dict[str, Scope]" = field(default_factory=dict)
+    """Names that `global` or `nonlocal` says are another scope's."""
+
+    def declare(self, node: ast.Global | ast.Nonlocal) -> None:
+        for name in node.names:
+            scope = self.parent or self
+            while scope.parent is not None and (isinstance(node, ast.Global) or name not in scope.names):
+                scope = scope.parent
+            self.outer[name] = scope
+
+    def put(self, name: str, value: Value, *, unsure: bool) -> None:
+        """Sets a name where it stands; one of another scope under an unknown condition is open then."""
+        if (scope := self.outer.get(name)) is not None and unsure:
+            value = Unknown(f"{self.file}: {name} is set under a condition that is not known")
+        (scope or self).names[name] = value
 
     def find(self, name: str) -> Value | None:
         """The value of a name, None where no scope has it."""
@@ -564,9 +579,14 @@ def binary(op: ast.operator, left: Value, right: Value, place: str) -> Value:
     for part in (first, other):
         if isinstance(part, Unknown):
             return part
-    if isinstance(op, ast.Pow):
+    if isinstance(op, (ast.Pow, ast.LShift)):
         small = all(isinstance(part, (int, float)) and abs(part) <= 64 for part in (first, other))
-        return _checked(lambda: first**other, place) if small else Unknown(f"{place}: computed while the program runs")
+        power = operator.pow if isinstance(op, ast.Pow) else operator.lshift
+        return (
+            _checked(lambda: power(first, other), place)
+            if small
+            else Unknown(f"{place}: computed while the program runs")
+        )
     if isinstance(op, ast.Div) and isinstance(first, str):
         return Constant(f"{first.rstrip('/')}/{other}", place)  # pathlib
     if isinstance(op, ast.Mult) and any(isinstance(part, (str, list)) for part in (first, other)):
