@@ -77,7 +77,7 @@ def detect(values: dict[str, Any]) -> str:
         return swift.FORMAT
     flat = not any(isinstance(value, dict) for value in values.values())
     if {"base_model", "model"} & keys == {"base_model"} and (keys & AXOLOTL_KEYS or flat):
-        most = max(2, MAX_STRANGERS * len(keys)) if keys & AXOLOTL_KEYS else 0  # of a merge or an export
+        most = max(2, MAX_STRANGERS * len(keys)) if keys & AXOLOTL_KEYS else 1  # a slip; more are of an export
         foreign = len(keys - versions.known_settings(axolotl.FORMAT)) > most
         return axolotl.FORMAT if not foreign else generic.FORMAT if generic.is_training(values) else ""
     if {"micro_batch_size", "sequence_len"} <= keys and "model" not in keys:
