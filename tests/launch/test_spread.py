@@ -73,7 +73,7 @@ def layout(launch: Callable[..., Run], place: Path, command: str) -> Run:
     with own_port() as port:
         if "accelerate launch" in command:
             command = command.replace("accelerate launch", f"accelerate launch --main_process_port {port}")
-        elif command.startswith("trl "):
+        elif " trl " in f" {command}":
             command = f"{command} --main_process_port {port}"
         return launch(command, env=THREADS | on_cpu)
 
