@@ -32,7 +32,7 @@ from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, changes, sizes_of, structure_of
 from planner.models.targets import adapted_set
 from planner.options.losses import LOSSES
-from planner.options.stacks import stack_of_bytes
+from planner.options.stacks import DEFAULT, stack_of_bytes
 from planner.setup import OF_OTHERS, TrainSetup
 from planner.setup.allowed import FLEX, XFORMERS
 from planner.setup.memory_terms import PHASES, MemoryBreakdown
@@ -407,7 +407,9 @@ def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     """
     kernels = _attention_kernels(model, gpu, setup)
     same: dict[str, Any] = {"reentrant_checkpointing": setup.reentrant_checkpointing and setup.checkpointing > 0}
-    if setup.seqs_per_sample == 1 and not setup.modules_to_save:  # pairs and what is saved are each trainer's own
+    if setup.pauses_checkpointing and not setup.modules_to_save:
+        same["stack"] = DEFAULT  # in which Axolotl trains preferences
+    elif setup.seqs_per_sample == 1 and not setup.modules_to_save:  # pairs and what is saved are each trainer's own
         same["stack"] = stack_of_bytes(
             setup.stack, full_loss=setup.loss == "full", autocast=setup.autocast_dtype is not None
         )

@@ -137,6 +137,7 @@ FULL = TrainSetup(method="full", lora_rank=0, loss="full", kernels="eager", prec
         (ADAPTERS, {"stack": "unsloth"}, {"stack": "torchtune"}),
         (ADAPTERS, {"stack": "plain-loop"}, {"stack": "plain-loop", "loss": "full"}),
         (FULL, {"stack": "llamafactory"}, {"stack": "unsloth"}),
+        (FULL.replace(objective="dpo"), {"stack": "axolotl"}, {"stack": "llamafactory"}),
         (ADAPTERS, {"lora_dropout": 0.1}, {"lora_dropout": 0.0}),
         (ADAPTERS, {"precision": "fp16-autocast"}, {"precision": "bf16-fp16-autocast"}),
         (FULL, {"precision": "fp16-mixed"}, {"precision": "fp32"}),
