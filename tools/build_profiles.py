@@ -74,8 +74,9 @@ GPU = find_gpu(CARDS[0])
 SPACINGS = [spacing for spacing in PLANNED_CHECKPOINTING if spacing]
 SAME = 0.001
 """A profile's own error is 0.01 % at most (docs/step-profiles.md)."""
-SAMPLES = ((1, 1, 1024, 16), (3, 1, 1536, 8), (4, 2, 2048, 32))
-"""Micro-batch, accumulation, length, of no more tokens than the model has positions for, and rank."""
+SAMPLES = ((1, 1, 6144, 16), (3, 1, 1536, 8), (4, 2, 2048, 32))
+"""Micro-batch, accumulation, length, of no more tokens than the model has positions for, and rank: of one
+sequence more than a tile of TRL's loss."""
 
 
 def deviations(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Iterator[tuple[str, float, float]]:

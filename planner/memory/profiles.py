@@ -162,6 +162,12 @@ class Sizes:
         return totals
 
 
+def _is_tiled(piece: Piece) -> bool:
+    """Whether its loss is told apart by tiles."""
+    losses = (moment.groups for moment in piece.moments if moment.phase == "loss")
+    return any(MONOMIALS[index][3] for groups in losses for _, form in groups for index, _ in form)
+
+
 sizes_at = lru_cache(maxsize=16)(Sizes)
 """The moments at a length and rank, of all models."""
 
@@ -179,8 +185,10 @@ class ProfiledStep:
             one_sequence: profile.piece(one_sequence=one_sequence or flat, tokens=setup.seq_len_tokens)
             for one_sequence in (False, True)
         }
+        several = profile.piece(one_sequence=False, tokens=setup.seq_len_tokens)
+        self._losses = [moment for moment in several.moments if moment.phase == "loss"] if several is not None else []
         self._sizes = sizes_at(setup.seq_len_tokens, setup.lora_rank, one_row=flat)
-        self._lines: dict[tuple[bool, bool], dict[str, list[Line]]] = {}
+        self._lines: dict[tuple[bool, bool, bool], dict[str, list[Line]]] = {}
         self._tiles: dict[int, int] = {}
 
     @property
@@ -194,7 +202,15 @@ class ProfiledStep:
         return piece
 
     def _alive(self, micro_batch_seqs: int, *, accumulated: bool) -> list[ProfileMoment]:
-        return [moment for moment in self._piece(micro_batch_seqs).moments if accumulated or not moment.later]
+        piece = self._piece(micro_batch_seqs)
+        moments: Iterable[ProfileMoment] = piece.moments
+        if piece.one_sequence and self._is_cut(micro_batch_seqs) and not _is_tiled(piece):
+            moments = chain((moment for moment in moments if moment.phase != "loss"), self._losses)
+        return [moment for moment in moments if accumulated or not moment.later]
+
+    def _is_cut(self, micro_batch_seqs: int) -> bool:
+        """Whether the loss takes more than one tile: the runs of one sequence may have had too few tokens to tell."""
+        return self._tile_tokens(micro_batch_seqs) < micro_batch_seqs * self._tokens_each
 
     def _tile_tokens(self, micro_batch_seqs: int) -> int:
         tokens = self._tiles.get(micro_batch_seqs)
@@ -204,7 +220,7 @@ class ProfiledStep:
         return tokens
 
     def _by_phase(self, micro_batch_seqs: int, *, accumulated: bool) -> dict[str, list[Line]]:
-        key = micro_batch_seqs == 1, accumulated
+        key = micro_batch_seqs == 1, self._is_cut(micro_batch_seqs), accumulated
         by_phase = self._lines.get(key)
         if by_phase is None:
             by_phase = self._lines[key] = {}
