@@ -183,8 +183,8 @@ def eager_scores(
     softmax = plain if sinks or (traits.plain_softmax and not dtypes.autocast) else 4
     copy = value if softmax != value or dropout else 0
     saved = softmax + copy + int(dropout)
-    beside = value if softmax != value and (dtypes.table != "fp32" or not rotary) else 0
-    forward = 3 * softmax if sinks else 2 * softmax + beside
+    cast = value if softmax != value and (dtypes.table != "fp32" or not rotary) else 0
+    forward = 3 * softmax if sinks else 2 * softmax + cast
     backward = max(saved + value, 4 * softmax) - saved
     return ScoreBytes(saved + (value if softcap else 0), forward, backward)
 

@@ -85,7 +85,7 @@ def read(text: str, name: str, context: FileContext, source: Source | None = Non
     return open_conditions.settle(reading, program.open_conditions, lambda way: taken(way, **as_it_is)[1])
 
 
-_UNSLOTH_OR_TRL = re.compile(r"^\s*(?:from|import)\s+(unsloth|trl)\b", re.MULTILINE)
+_UNSLOTH_OR_TRL = re.compile(r"^[ \t]*(?:from|import)\s+(unsloth|trl)\b", re.MULTILINE)
 
 
 def _has_trainer(objective: Objective) -> bool:

@@ -314,12 +314,12 @@ def _changes(
 
 def _another_model(workload: Workload, nearest: Candidate) -> Iterator[Suggestion]:
     """The largest smaller model of the catalogue, of the same maker where there is one, with which something fits."""
-    own, length, models = workload.model, workload.seq_len_tokens, []
-    kind, maker = _kind_of(own), own.model_id.partition("/")[0].lower()
+    model_asked, length, models = workload.model, workload.seq_len_tokens, []
+    kind, maker = _kind_of(model_asked), model_asked.model_id.partition("/")[0].lower()
     for name in catalogue.names():
         with suppress(PlannerError):
             model = catalogue.load(name)
-            smaller = model is not None and model.num_params < min(own.num_params, 2 * workload.budget_bytes)
+            smaller = model is not None and model.num_params < min(model_asked.num_params, 2 * workload.budget_bytes)
             if model and smaller and _kind_of(model) == kind and (model.max_position_embeddings or length) >= length:
                 models.append(model)
     tried = 0.0
@@ -335,7 +335,7 @@ def _another_model(workload: Workload, nearest: Candidate) -> Iterator[Suggestio
 
 
 def _kind_of(model: ModelSpec) -> tuple[bool, bool]:
-    """What a model is for: whether it reads both ways, and hears."""
+    """What a model is for: whether it reads both ways, and whether it has an audio front end."""
     return model.reads_both_ways, model.front_end is not None
 
 
