@@ -146,8 +146,9 @@ def of_modeling() -> Facts:
     package's other one itself, the kernel that flash attention runs whatever is asked for, that it clamps weights in
     place, that its head for scores has a matrix of that name before its last one, that its loop over the layers holds
     what one gives, its attention's weights with it, while the next one runs, that its eager attention keeps its scores
-    beside those that a mask was added to, and that its layer's classes are BERT's word for word; and the part of a
-    model, by its section of the configuration, that refuses SDPA while the rest has it.
+    beside those that a mask was added to, that each layer has a mask of all positions as a buffer, and that its layer's
+    classes are BERT's word for word; and the part of a model, by its section of the configuration, that refuses SDPA
+    while the rest has it.
     """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
@@ -156,7 +157,7 @@ def of_modeling() -> Facts:
         "masks_without_positions": set(), "own_attention_table": set(), "hands_on_delta_rule": set(),
         "own_delta_rule": set(), "clamps_weights": set(), "flash_kernel": {}, "part_without_sdpa": {},
         "bert_layers": set(), "positions_to_flash": set(), "pre_classifier": set(), "holds_layer_outputs": set(),
-        "keeps_unmasked_scores": set(),
+        "keeps_unmasked_scores": set(), "mask_buffers": set(),
     }  # fmt: skip
     of_bert = _layer_classes(bert.read_text()) if (bert := modeling("bert")) is not None else {}
     for name in sorted(
@@ -195,6 +196,7 @@ _WORDS = {
     "own_delta_rule": r"\bchunk_kda\b",
     "clamps_weights": r"\.weight\.data\.clamp_\(",
     "pre_classifier": r"(?s)\nclass \w+ForSequenceClassification\((?:(?!\nclass ).)*self\.pre_classifier = nn",
+    "mask_buffers": r"torch\.tril\(torch\.ones\(\(max_positions, max_positions\), dtype=bool",
     "keeps_unmasked_scores": r"softmax\(\w+ \+ \w+|attn_weights = attention_scores\.",
     "holds_layer_outputs": r"(\w*outputs) = (?:block|\w*layer)\((?:[^()]|\([^()]*\))*\)\s+hidden_states = \1\[0\]",
 }

@@ -284,8 +284,11 @@ def shared_layer_costs(
         traits=model.traits,
         fused=setup.fused_parts(model.model_type),
     )
-    outer = [("embed" in norm.name, norm_saved(norm, around.stream, dtypes.residual)) for norm in model.outer_norms]
-    before = sum(size for embeds, size in outer if embeds)  # to the backward's end
+    outer = [
+        ("embed" in norm.name or norm.rows_per_token > 1, norm_saved(norm, around.stream, dtypes.residual))
+        for norm in model.outer_norms
+    ]
+    before = sum(size for embeds, size in outer if embeds)  # to the backward's end, as are inputs of each layer
     final_norm = sum([size for embeds, size in outer if not embeds][-1:])
     # layers of one window share their mask, and those that look at pictures
     masks = {

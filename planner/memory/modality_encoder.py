@@ -92,6 +92,8 @@ def encoder_bytes(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> EncoderB
     encoder = encoder_of(model, setup.images)
     vision_setup, adapted = encoder_setup(setup, encoder), encoder_adapted(model, setup)
     dtypes = step_dtype_policy(encoder.model, vision_setup)
+    if encoder.clipped and setup.quantized:  # patches are embedded by a matrix, which returns the type of the pixels
+        dtypes = replace(dtypes, residual="fp32")
     if encoder.convolves:
         return _convolved(model, encoder, vision_setup, dtypes, adapted)
     costs = layer_costs(

@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from planner.core.errors import SetupError
+from planner.core.shipped import model_types
 from planner.core.units import MIN_BLOCK_BYTES, gib
 from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
@@ -359,6 +360,9 @@ def whole_weights(model: ModelSpec, setup: TrainSetup, trained: Trained) -> Iter
     for name, size in weight_bytes(model, setup).items():
         if size:
             yield Allocation(category="weights", name=f"weights: {name}", size_bytes=size)
+    if model.model_type in model_types("mask_buffers"):
+        size = model.num_layers * (model.max_position_embeddings or 0) ** 2
+        yield Allocation(category="weights", name="masks of all positions in every layer", size_bytes=size)
     if setup.method != "full":
         yield Allocation(
             category="adapters",

@@ -306,6 +306,7 @@ class LossMoment(NamedTuple):
         Args:
             outputs_bytes: logits of other GPUs that are gathered here before the backward.
         """
+        supervised = state.setup.objective_spec.supervised  # of preferences the logits themselves are gone then
         return cls(
             chain.within_bytes + outputs_bytes + state.loss_forward_bytes,
             chain.loss_bytes + outputs_bytes,
@@ -313,7 +314,7 @@ class LossMoment(NamedTuple):
             chain.logits_bytes
             + max(
                 state.trained.head * state.trained.outer_bytes,
-                state.regathered_bytes and state.regathered_bytes + chain.logits_bytes,
+                state.regathered_bytes and state.regathered_bytes + chain.logits_bytes * supervised,
             ),
             chain.reference_forward_bytes + state.reference_forward_bytes,
             state.arriving_bytes,
@@ -411,6 +412,7 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         last: whether the part has the loss.
     """
     of_text, encoder = stored_terms(parts), parts.encoder
+    held = parts.stored.get("pinned", 0)  # on the nodes of the graph, which goes as a whole
     seen: tuple[Term, ...] = ()
     if encoder.inputs:  # what it keeps for its backward, and what its forward hands to the text's
         seen = (
@@ -435,10 +437,10 @@ def computing(model: ModelSpec, parts: ActivationParts, *, last: bool = True) ->
         running: Term = ("activations", "one layer's forward temporaries", encoder.forward)
         moments.append(Moment("forward", (*seen, running)))
         name = "one recomputed layer of the encoder, and gradients"
-        moments += [Moment("last", (*seen[:2], ("activations", name, size))) for size in encoder.backward]
+        of_graph: Term = ("activations", REMAINING_ACTIVATIONS, held)
+        moments += [Moment("last", (*seen[:2], of_graph, ("activations", name, size))) for size in encoder.backward]
     size = total_bytes(of_text)
     others = size * (parts.forwards - 1) // parts.forwards  # of forwards whose backward comes later
-    held = parts.stored.get("pinned", 0)  # on the nodes of the graph, which goes as a whole
     left, others = held + (size - held) // max(1, model.num_layers), max(others, held)
     at_last: Term = ("activations", REMAINING_ACTIVATIONS, max(others, left))
     if parts.hooked > at_last[2]:

@@ -62,8 +62,7 @@ def test_no_more_is_allocated_than_the_stated_band_of_what_is_said() -> None:
         point = frozen.point_of(row)
         memory = memory_of(point.model, point.gpu, point.setup)[0].breakdown
         band = profile_band(point.setup) if memory.profiled else memory_band(point.model, point.setup, point.gpu)
-        if point.model.model_type != "gpt_neo":  # whose buffers of masks are not counted
-            assert memory.peak_allocated_bytes * (1 + band) >= point.measured["allocated"], point
+        assert memory.peak_allocated_bytes * (1 + band) >= point.measured["allocated"], point
 
 
 def test_the_kept_points_cover_every_type_and_every_adapter() -> None:
