@@ -526,7 +526,8 @@ class SetupValues(Program, Goal, Sharding, Layout, Devices, Recomputation, Batch
     def uses_older_code_paths(self) -> bool:
         """Whether the packages of this setup, or the cache that it fills, make its step another than today's."""
         older = self.repeats_keys or self.copies_logits or self.saves_four_bit_inputs or self.checkpointed_loss
-        return self.use_cache or older or self.before_transformers(4, 43)
+        of_pairs = bool(self.log_probs) and not OBJECTIVES[self.objective].supervised
+        return self.use_cache or older or of_pairs or self.before_transformers(4, 43)
 
     @property
     def copies_logits(self) -> bool:
