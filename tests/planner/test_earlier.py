@@ -77,6 +77,7 @@ def test_it_is_the_same_model_with_all_its_experts_as_modules(name: str) -> None
     assert all(linear.quantizes for layer in then.layer_kinds for linear in layer.linears if linear.is_expert)
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(
     "config",
     [

@@ -86,6 +86,7 @@ def index(folder: Path, total_size: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(values))
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_nested_size_left_to_transformers_defaults_is_named(tmp_path: Path) -> None:
     whole = resolve_model(str(gemma(tmp_path / "whole")))
     assert "lacks sizes" not in whole.config_source
