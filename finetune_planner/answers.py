@@ -3,12 +3,12 @@
 import html
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.core.errors import EnvironmentProblem
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.planning.plan import NoPlan, Plan

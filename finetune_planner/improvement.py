@@ -6,10 +6,11 @@ Pure, as `planner.planning.check`: the prediction is a function handed in.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.frameworks.tools import changed_fields
 from planner.models.spec import ModelSpec
 from planner.planning.check import (

@@ -6,10 +6,11 @@ them; of every other document it is the head: long lists are cut, and what was l
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import product
 from typing import Any, Literal
 
+from planner.core.records import dataclass
 from planner.planning.failures.diagnosis import Cause
 from planner.planning.failures.snapshot import Holder
 from planner.planning.plan import Plan

@@ -5,11 +5,12 @@ All of it is optional; a report leaves out what is not there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from itertools import pairwise
 from typing import Any
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_to_dict, to_jsonable
 from planner.setup.outcome import Candidate, Evidence, Fit, ProbeFailure

@@ -6,7 +6,7 @@ Pictures are drawn by Apache ECharts (its file is in templates/, see templates/R
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from planner import __version__
 from planner.core.errors import EnvironmentProblem
 from planner.core.install import packages_command
+from planner.core.records import dataclass
 from planner.core.units import count, gib, percent, seconds
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.useful import epoch_s

@@ -1,11 +1,11 @@
 """Existing training files against the plan for the same work: on the terminal, as Markdown, as JSON, for the page."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
+from planner.core.records import dataclass
 from planner.core.units import gib
 from planner.memory.workload import Workload
 from planner.planning.plan import NoPlan, Plan

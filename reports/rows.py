@@ -1,11 +1,12 @@
 """Rows from candidates: what the terminal, Markdown and HTML reports all draw, as plain data."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 from planner.core.notes import Note, place_of
+from planner.core.records import dataclass
 from planner.core.units import gib, percent, seconds
 from planner.planning.decision.candidates import WhenAsked
 from planner.planning.plan import NoPlan, Plan, on_one_level

@@ -3,11 +3,12 @@ catalogue by what can be trained on it, to what length and how fast); kinds of a
 side."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
+from planner.core.records import dataclass
 from planner.core.units import GIB, count, gib, seconds
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload

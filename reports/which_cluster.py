@@ -2,11 +2,11 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
+from planner.core.records import dataclass
 from planner.core.units import count, gib, seconds
 from planner.models.spec import ModelSpec
 from planner.planning.clusters import ClusterOption, Limits, cheapest, fastest, nearest, smallest

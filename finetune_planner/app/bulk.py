@@ -4,13 +4,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from planner import __version__
 from planner.core.errors import EnvironmentProblem, PlannerError, UsageError
 from planner.core.install import packages_command
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models import catalogue
 from planner.models.config_file import CONFIG_NAME, read_config

@@ -7,7 +7,7 @@ import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from finetune_planner.app.time_left import TimeIsUp, until
 from planner.core.children import ended_by_scheduler, python_argv
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.inputs import read_text
+from planner.core.records import dataclass
 from planner.frameworks.exporters.prepare import NAME as PREPARE
 from planner.frameworks.exporters.types import PLACEHOLDER_DATASET
 from planner.frameworks.readers import ReadConfig, canonical

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from finetune_planner.app.time_left import TimeIsUp, least_probe_s, until
 from planner.core.children import ended_by_scheduler
 from planner.core.errors import EnvironmentProblem, UsageError
 from planner.core.notes import measured
+from planner.core.records import dataclass
 from planner.core.units import gib, seconds
 from planner.memory.workload import Workload
 from planner.planning.decision.candidates import candidate, uneven_tokens_per_s

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,7 @@ from planner.core.errors import (
     Undetermined,
     UsageError,
 )
+from planner.core.records import dataclass
 from planner.frameworks.exporters.install import packages_added
 from planner.frameworks.readers import FileContext, ReadConfig, canonical, read_text
 from planner.frameworks.readers.evaluating import setting_of

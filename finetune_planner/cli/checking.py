@@ -4,7 +4,7 @@ program that cannot be read its `plan trace` command."""
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from finetune_planner.cli.check_data import OfSamples, as_long, data_beside, rea
 from finetune_planner.cli.request_options import NO_DATA_OPTIONS, DataOptions
 from planner.core.errors import ConfigError, PlannerError, UnknownModelError, UsageError
 from planner.core.notes import measured
+from planner.core.records import dataclass
 from planner.frameworks.exporters.install import BRINGS
 from planner.frameworks.readers import ReadConfig, read_config
 from planner.frameworks.readers.read import installs

@@ -3,7 +3,7 @@ setting is responsible. Nothing is executed, but with --trace the program, in an
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from finetune_planner.cli.output import tell
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.cli.trace import TRAINERS, FollowOptions, StandIns, ask, speed_of, traced
 from planner.core.errors import PlannerError, SetupError, UsageError
+from planner.core.records import dataclass
 from planner.core.units import gib, signed_gib
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ from finetune_planner.cli.request_options import AnySetupOptions
 from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import ConfigError, PlannerError, UsageError
 from planner.core.inputs import open_regular, parse_object, read_lines
+from planner.core.records import dataclass
 from planner.core.units import gib
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec

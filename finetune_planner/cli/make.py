@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from finetune_planner.cli.request_options import DataOptions, RequestOptions
 from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, EnvironmentProblem, PlannerError, UnknownGpuError, UsageError
 from planner.core.notes import Place, place_of, risk
+from planner.core.records import dataclass
 from planner.frameworks.exporters import Launch
 from planner.hardware.gpus import find_gpu
 from planner.memory.workload import Workload

@@ -1,7 +1,6 @@
 """Option declarations that several commands share, and their way into setup fields and into a `Cluster`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -12,6 +11,7 @@ from finetune_planner.app.progress import say
 from finetune_planner.cli.completion import complete_gpu, complete_model
 from finetune_planner.cli.setup_flags import LAYOUT, MAX_GPUS, ROLLOUT, given, takes_flags
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.options.images import Images
 from planner.options.layouts import SPLIT_DEGREES, ZERO

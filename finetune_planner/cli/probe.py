@@ -1,7 +1,6 @@
 """`plan probe`: measure one setup on a GPU. `plan confirm`: hold a written plan to its promise at full depth."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ from finetune_planner.cli.output import tell
 from finetune_planner.cli.request_options import SetupOptions
 from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
+from planner.core.records import dataclass
 from planner.core.units import GIB, gib, percent, seconds
 from planner.models.resolve import model_beside, resolve_model
 from planner.planning.decision.candidates import candidate

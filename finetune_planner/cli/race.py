@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from finetune_planner.cli.report import write_html
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.cli.writing import known_targets, write_out
 from planner.core.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
+from planner.core.records import dataclass
 from planner.frameworks.readers import ReadConfig
 from planner.frameworks.readers.published import published
 from planner.hardware.cluster import Cluster

@@ -2,7 +2,7 @@
 those that say what is trained on, and those that name one setup (`plan estimate`, `plan probe`)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import typer
@@ -10,6 +10,7 @@ import typer
 from finetune_planner.cli import options, setup_flags
 from finetune_planner.cli.setup_flags import Flag, given, takes_flags
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Data
 from planner.planning.option_values import amount, choices, named, positive

@@ -6,14 +6,15 @@ A request may name several values of a field, a setup one. To put a further fiel
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, is_dataclass
 from dataclasses import fields as fields_of
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_args
 
 import typer
 
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.options.adapters import refusal as adapter_refusal
 from planner.options.rollouts import GENERATORS, Rollout
 from planner.planning.option_values import choices, length, named, parse_targets, positive

@@ -4,7 +4,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,7 @@ from finetune_planner.cli.report import write_html
 from finetune_planner.cli.request_options import DataOptions, JobOptions, RequestOptions, SpaceOptions
 from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, UsageError
+from planner.core.records import dataclass
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import all_gpus, find_gpu

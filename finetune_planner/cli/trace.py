@@ -5,7 +5,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, EXIT_OK, EnvironmentProblem, PlannerError, UsageError
 from planner.core.notes import Note
 from planner.core.notes import measured as noted
+from planner.core.records import dataclass
 from planner.core.redaction import secrets_known, without_secrets_in, without_secrets_in_words
 from planner.core.units import gib
 from planner.frameworks.exporters import Launch

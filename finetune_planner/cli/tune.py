@@ -1,6 +1,6 @@
 """`plan tune`: search with GPU probes for the fastest setup that fits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +17,7 @@ from finetune_planner.cli.request_options import RequestOptions
 from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.cli.writing import launch_sentences, next_command, write_out
 from planner.core.errors import EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
+from planner.core.records import dataclass
 from planner.frameworks.exporters import Launch
 from planner.hardware.gpus import find_gpu
 from planner.planning.answer import plan_workload

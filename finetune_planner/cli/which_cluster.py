@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from finetune_planner.cli.output import show_table
 from finetune_planner.cli.request_options import DataOptions, JobOptions, RequestOptions, SpaceOptions
 from finetune_planner.cli.setup_flags import MAX_GPUS, takes_options
 from planner.core.errors import EXIT_NOTHING_FITS, UsageError
+from planner.core.records import dataclass
 from planner.hardware.cluster import known_link, links, make_cluster, most_per_node
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import all_gpus, find_gpu

@@ -4,9 +4,10 @@ The rules give a starting point, not a tuned value: the reasons travel with the 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import sqrt
 
+from planner.core.records import dataclass
 from planner.options.optimizers import OPTIMIZERS
 from planner.setup import TrainSetup
 

@@ -6,10 +6,10 @@ The latencies of the table are typical figures from memory, the rates are nomina
 
 import csv
 import re
-from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.hardware.gpu import GpuSpec
 

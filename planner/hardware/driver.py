@@ -10,10 +10,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from planner.core.records import dataclass
 from planner.hardware.amd import AmdSmi, connect
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -1,6 +1,8 @@
 """`GpuSpec`: facts about one accelerator, as one row of the GPU table. Fitted constants live in `calibration`."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from planner.core.records import dataclass
 
 GRACE_BYTES = {
     "NVIDIA GH200 480GB": 480 * 10**9,

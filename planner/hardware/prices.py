@@ -2,13 +2,14 @@
 
 import csv
 import os
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from planner.core import plugins
 from planner.core.errors import ConfigError
+from planner.core.records import dataclass
 from planner.core.shipped import DATA
 
 PRICES_VARIABLE = "FINETUNE_PLANNER_PRICES"

@@ -7,8 +7,7 @@ twice, unless `eval_accumulation_steps` sends each batch to the host. TRL makes 
 Measured: `git show e34acc15:benchmarks/trace_evaluation.py`, on a GPU that computes nothing.
 """
 
-from dataclasses import dataclass
-
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.micro_batch import checkpointed_inputs_bytes

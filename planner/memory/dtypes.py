@@ -1,7 +1,6 @@
 """Data types as they flow through one training step: what is fp32 and what is 16-bit, decided in one place."""
 
-from dataclasses import dataclass
-
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
 
 SIZE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -1,9 +1,10 @@
 """What one layer keeps and makes, by its parts: types, scores, inputs of matrices, the MLP, experts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
+from planner.core.records import dataclass
 from planner.memory.attention_kernels import Kernel
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, Traits

@@ -1,9 +1,10 @@
 """One layer of each kind: what it keeps for its backward, what comes and goes, and what that makes of it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import Kernel, attention_kernel, gives_mask, masks_packed
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, promote

@@ -1,11 +1,12 @@
 """One micro-batch over all layers, in closed form."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy, dtype_policy_of
 from planner.memory.layer_terms import LayerContext

@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from planner.core.install import installed
 from planner.core.packed import read_packed, write_packed
+from planner.core.records import dataclass
 from planner.core.shipped import DATA, by_model_type
 from planner.core.units import MIN_BLOCK_BYTES
 from planner.hardware.gpu import GpuSpec

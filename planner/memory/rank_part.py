@@ -4,9 +4,10 @@ Pipeline stages and device-map parts are cut by layers, tensor shards by columns
 then run on the part as they are.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
+from planner.core.records import dataclass
 from planner.models.spec import AttentionSpec, LinearSpec, ModelSpec
 from planner.options.objectives import Head
 from planner.setup import TrainSetup

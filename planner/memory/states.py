@@ -1,11 +1,12 @@
 """What a rank holds from step to step: weights, adapters, gradients, optimizer states; by parameter, in closed form."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import attrgetter
 from typing import Any
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.core.shipped import model_types
 from planner.core.units import MIN_BLOCK_BYTES, gib
 from planner.hardware.gpu import GpuSpec

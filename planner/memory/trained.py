@@ -1,10 +1,11 @@
 """What training updates: how many parameters of which type and shapes, of full fine-tuning and of each adapter."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
 from planner.models.targets import Adapted, lora_linears, lora_params, lora_rank

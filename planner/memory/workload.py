@@ -1,11 +1,12 @@
 """`Workload`: a request for one model on its GPUs: what is fixed, what is left to plan, the memory there is for it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.options.images import Images, with_text

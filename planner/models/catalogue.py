@@ -7,10 +7,11 @@ name and parses only the line it stands in.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from typing import Any
 
+from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec

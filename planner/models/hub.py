@@ -7,12 +7,12 @@ importing it: the import alone would cost more than the whole formula plan, and 
 import os
 import re
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.core.errors import ConfigError
 from planner.core.inputs import open_regular
+from planner.core.records import dataclass
 from planner.models.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, parse_config, read_config
 
 HUB_LIMIT_S = 3.0

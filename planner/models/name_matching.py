@@ -9,11 +9,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
 from planner.core.errors import UnknownModelError
+from planner.core.records import dataclass
 from planner.models import catalogue
 from planner.models.hub import is_repo_id
 from planner.models.stored import PLAIN_COPIES, PUBLISHERS

@@ -7,10 +7,11 @@ module tree instead and a test compares the two.
 
 import re
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import cached_property
 from typing import Any, Literal, TypeVar, cast
 
+from planner.core.records import dataclass
 from planner.core.shipped import model_types
 
 T = TypeVar("T")

@@ -4,8 +4,10 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, final
+
+from planner.core.records import dataclass
 
 Form = Literal["low-rank", "shared", "scales", "rotations", "prompt", "prefix", "norms", "rows"]
 """What is trained: two thin matrices beside each adapted one; vectors around two frozen matrices that all share; a

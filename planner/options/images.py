@@ -1,10 +1,11 @@
 """`Images`: the pictures of a sample, of a vision-language model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Self, final
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.options.layouts import SPLIT_DEGREES
 
 MAX_SIDE = 1 << 16

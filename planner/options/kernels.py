@@ -1,9 +1,9 @@
 """The kernel families: what computes norms, rotary embedding, gated activation and LoRA. To add one, add its row."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import final
 
+from planner.core.records import dataclass
 from planner.core.shipped import by_model_type, model_types
 from planner.options.stacks import TARGET_ROWS, written_by
 

@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, final
+
+from planner.core.records import dataclass
 
 TRL_TOKEN_CHUNK = 4096
 """Tokens per tile of TRL's fused head. Source: TRL 1.16 `trl/kernels/chunked_logprob.py` TOKEN_CHUNK_SIZE."""

@@ -6,9 +6,9 @@ micro-batch, and the loss that `TrainSetup.loss` names.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, final
 
+from planner.core.records import dataclass
 from planner.options.losses import LossChain, LossShape
 from planner.options.stacks import written_by
 

@@ -1,8 +1,10 @@
 """The optimizers: bytes, passes over memory, names in every tool, who steps them. To add one, add its row."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
+
+from planner.core.records import dataclass
 
 BLOCK_8BIT = 256
 """Elements per scale of an 8-bit state. Source: bitsandbytes 0.50 `Optimizer2State` (block-wise, 256)."""

@@ -1,9 +1,9 @@
 """The precisions: the type that weights are kept in, and the type that autocast multiplies in."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import final
 
+from planner.core.records import dataclass
 from planner.core.shipped import by_model_type
 
 

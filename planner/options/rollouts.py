@@ -1,10 +1,11 @@
 """`Rollout`: how the completions that an online objective (GRPO) trains on come about."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Self, final
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 
 GENERATORS = ("transformers", "vllm", "vllm-sleep", "vllm-server")
 """Who generates: the model itself by transformers, vLLM beside it on the same card for good or asleep while the model

@@ -9,12 +9,13 @@ stack's own default where a published run does not say it. Every stack here rele
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from operator import attrgetter
 from typing import Any, final
 
 from planner.core import plugins
+from planner.core.records import dataclass
 
 DEFAULT = "trl"
 """The stack that a plan is made for where nobody names one."""

@@ -1,10 +1,11 @@
 """`ZeroBuffers`: how large DeepSpeed's buffers are, where a configuration of its own says so."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Self, final
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 
 AUTO = -1
 """A size that transformers and accelerate fill in from the model's hidden size ("auto")."""

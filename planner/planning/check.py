@@ -4,12 +4,13 @@ Pure: the prediction is a function handed in (formula or dry run), the file a `R
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import cache
 
 from planner.core.errors import NotPlanned
 from planner.core.notes import measured, risk
+from planner.core.records import dataclass
 from planner.core.units import gib, percent
 from planner.frameworks.readers.evaluating import setting_of
 from planner.frameworks.readers.types import EXPANDABLE, Bound, LowerBound, ReadConfig, UpperBound

@@ -5,11 +5,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.hardware.cluster import Cluster
 from planner.memory.workload import Workload
 from planner.models.stored import plain_copy

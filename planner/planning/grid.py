@@ -3,11 +3,11 @@ what `plan` chooses at each sequence length, which is one of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from planner.core.errors import PlannerError, SetupError
+from planner.core.records import dataclass
 from planner.memory.attention_kernels import missing_kernels
 from planner.memory.workload import Workload
 from planner.options.precisions import PRECISIONS

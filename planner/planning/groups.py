@@ -2,12 +2,13 @@
 open; and what walks of one model know of them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import attention_generation, attention_kernel, takes_cudnn
 from planner.memory.dtypes import dtype_policy_of

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Literal
 
+from planner.core.records import dataclass
 from planner.core.units import percent, signed_gib
 from planner.memory.workload import Workload
 from planner.setup import TrainSetup

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.core.units import GIB
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import MIN_RANK_GIVEN, NO_DATA, PRICE_GIVEN, Data, Workload, superchips_host_bytes

@@ -2,11 +2,12 @@
 no plan takes unasked is faster."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from planner.core.errors import NotExpressed, SetupError, UsageError
 from planner.core.notes import measured, risk
+from planner.core.records import dataclass
 from planner.frameworks.tools import LAUNCHERS
 from planner.memory.attention_kernels import has_expert_stacks, missing_kernels
 from planner.memory.workload import Workload

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Any
 
 from planner.core.errors import ConfigError
 from planner.core.inputs import parse_object, read_text, whole
+from planner.core.records import dataclass
 
 MAX_BYTES = 256 << 20
 _COUNTS = ("num_steps", "num_events", "peak_allocated_bytes", "peak_reserved_bytes", "context_bytes")

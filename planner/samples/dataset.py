@@ -7,7 +7,7 @@ import json
 import random
 from bisect import bisect_left, insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from planner.core.errors import ConfigError, EnvironmentProblem
 from planner.core.inputs import open_regular, parse_json
 from planner.core.install import packages_command
+from planner.core.records import dataclass
 from planner.samples.rows import (
     NO_SAMPLES,
     REASONING,

@@ -3,9 +3,9 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 
 PAD_TO = 8
 """Micro-batches are padded to a multiple of so many tokens, as transformers' collators do for tensor cores."""

@@ -4,9 +4,10 @@
 gpu and the setup's fields) lives in `planner.setup.interchange`.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, Self
 
+from planner.core.records import dataclass
 from planner.options.layouts import LAYOUT_FIELDS as LAYOUT_FIELDS
 from planner.options.stacks import STACKS
 from planner.setup.allowed import check

@@ -1,9 +1,10 @@
 """`MemoryTerm` and `MemoryBreakdown`: what memory is made of, and why the peak is not the sum of everything."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
+
+from planner.core.records import dataclass
 
 Phase = str
 PHASES: tuple[Phase, ...] = ("load", "forward", "loss", "backward", "step")

@@ -1,10 +1,11 @@
 """What the fidelity levels answer about one setup: predictions, measurements and failures, all plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
 from planner.setup.memory_terms import MemoryTerm
 

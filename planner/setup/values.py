@@ -4,8 +4,7 @@ from several for formula, dry run, probe and exporters. Defaults are those of a 
 Which of them cannot be combined: `planner.setup.allowed`. Setups are made as `planner.setup.TrainSetup`, which asks.
 """
 
-from dataclasses import dataclass
-
+from planner.core.records import dataclass
 from planner.options.adapters import ADAPTERS, Adapter
 from planner.options.images import Images
 from planner.options.kernels import COMPILED, FUSED_LORA, KERNELS, LIGER_PARTS

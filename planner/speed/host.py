@@ -7,9 +7,9 @@ bitsandbytes' forwards, which a row of equal calls flatters: those are what PyTo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.speed.operators import HOST, ISSUERS, TRAINER
 from planner.speed.roofline.calibration import load_calibration

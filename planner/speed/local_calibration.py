@@ -4,13 +4,14 @@ Two numbers a card, tested on what they did not see. They hold for step programs
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from math import ceil, exp, log
 from statistics import median
 
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.memory.rank_part import headed
 from planner.speed.roofline.calibration import Calibration, family, load_calibration
 from planner.speed.roofline.points import Point, log_errors

@@ -1,9 +1,10 @@
 """What a run issues: operators with the layouts of their arguments, in the order of a training step. Plain data."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
+
+from planner.core.records import dataclass
 
 SIZE_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4}
 SIZE_BYTES |= {"int64": 8, "int16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}

@@ -1,8 +1,8 @@
 """What a card does per second, as measured: matrices by type, copies, attention by kernel and head size."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.attention_kernels import takes_cudnn
 from planner.speed.roofline.calibration import Calibration, load_calibration

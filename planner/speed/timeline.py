@@ -7,12 +7,12 @@ however often the segment repeats.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
 from planner.core.notes import measured
+from planner.core.records import dataclass
 from planner.core.units import percent
 from planner.setup import TrainSetup
 from planner.setup.outcome import HOST_BOUND

@@ -4,10 +4,10 @@ time."""
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from planner.core.notes import measured
+from planner.core.records import dataclass
 from planner.core.units import seconds
 from planner.hardware.cluster import Cluster, make_cluster
 from planner.hardware.gpu import GpuSpec

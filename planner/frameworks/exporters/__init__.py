@@ -6,11 +6,12 @@ files; `VALIDATED_WITH`: the versions that took such files.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 
+from planner.core.records import dataclass
 from planner.frameworks.exporters import common, prepare
 from planner.frameworks.exporters.install import too_new, versions
 from planner.frameworks.exporters.text import comments, header

@@ -7,10 +7,10 @@ ready build on their release pages first): last, after what builds them, and onl
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.frameworks.exporters.types import ExportRequest, Launch
 from planner.models.spec import ModelSpec

@@ -16,11 +16,11 @@ import csv
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.core.units import GIB
 from planner.frameworks.exporters.install import gate_of, on_hub

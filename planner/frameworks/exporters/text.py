@@ -8,12 +8,12 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 from planner import __version__
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.core.units import gib
 from planner.frameworks.exporters.types import Difference, ExportRequest

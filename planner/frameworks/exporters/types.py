@@ -1,10 +1,11 @@
 """What an exporter takes and gives: a request in, files and declared differences out. Pure and deterministic."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.frameworks.hyperparameters import Hyperparameters
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec

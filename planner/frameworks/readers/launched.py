@@ -3,11 +3,12 @@
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
+from planner.core.records import dataclass
 from planner.frameworks.readers import common, litgpt, llamafactory, shell, swift, trl, versions
 from planner.frameworks.readers.formats import READERS, detect
 from planner.frameworks.readers.loading import parse_yaml

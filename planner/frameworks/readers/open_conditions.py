@@ -5,10 +5,11 @@ different is asked for, never taken from one of them; of the evaluations that ma
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from operator import attrgetter
 
 from planner.core.errors import ConfigError, NotPlanned, OwnLoop
+from planner.core.records import dataclass
 from planner.frameworks.readers.types import Missing, ReadConfig
 from planner.frameworks.tools import changed_fields
 

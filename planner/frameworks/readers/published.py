@@ -2,9 +2,9 @@
 to the tool, read as any file is."""
 
 import re
-from dataclasses import dataclass
 
 from planner.core.errors import UsageError
+from planner.core.records import dataclass
 from planner.core.shipped import DATA
 
 

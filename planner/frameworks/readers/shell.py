@@ -7,13 +7,14 @@ import re
 import shlex
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from itertools import chain, pairwise
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from planner.core.errors import NotATraining
+from planner.core.records import dataclass
 from planner.frameworks.readers import launcher_arguments
 from planner.frameworks.readers.launcher_arguments import LAUNCHERS
 from planner.options.stacks import TARGET_ROWS

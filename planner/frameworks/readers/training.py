@@ -3,10 +3,11 @@ configuration, of pictures, sound or text; the adapters that it hands to peft, o
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from planner.core.errors import NotATraining, NotPlanned, OwnLoop, Undetermined
+from planner.core.records import dataclass
 from planner.frameworks.readers import common
 from planner.frameworks.readers.objectives import (
     BEHIND_REFERENCE,

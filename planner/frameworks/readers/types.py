@@ -2,11 +2,12 @@
 file that leaves settings open: `--set micro_batch=4`, `--assume trl==0.22`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from planner.core.errors import LayoutAlone, SetupError, Undetermined, UsageError
+from planner.core.records import dataclass
 from planner.frameworks.tools import LAUNCHERS, PROGRAMS, tool_of
 from planner.options.images import Images
 from planner.options.objectives import OBJECTIVES

@@ -5,12 +5,13 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from planner.core.errors import ConfigError
+from planner.core.records import dataclass
 from planner.frameworks.readers.loading import read_bounded
 from planner.frameworks.tools import Tool
 from planner.hardware.gpu import GpuSpec

@@ -9,11 +9,11 @@ Source: the tags of huggingface/trl v0.9.3 to v1.9.0 (`sft_config.py`, `base_con
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from planner.core.records import dataclass
 from planner.options.objectives import OBJECTIVES
 
 NEWEST_TRL = (1, 16)

@@ -1,10 +1,10 @@
 """`Field`: one setting of a tool's file and the field of a setup that it says. `Tool`: all of them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, final
 
 from planner.core.errors import ConfigError
+from planner.core.records import dataclass
 from planner.setup import TrainSetup
 
 Edit = Callable[[str, TrainSetup, TrainSetup], Mapping[str, Any]]

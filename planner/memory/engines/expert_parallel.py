@@ -4,9 +4,10 @@ transformers wraps a layer's experts as a group of their own, over the ranks tha
 layer's, which is over all ranks (`planner.memory.layer_terms` for what a layer's backward holds of it).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
+from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.gather import Groups, padded
 from planner.memory.states import COMPUTE, Allocation, weight_allocation

@@ -1,11 +1,11 @@
 """What FSDP2 (and ZeRO-3) gathers at once: the communication groups of a model, in bytes and trained elements."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.states import nf4_bytes
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec

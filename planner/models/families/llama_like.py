@@ -5,8 +5,9 @@ are the defaults of its configuration classes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from planner.core.records import dataclass
 from planner.models.families.fields import Fields
 from planner.models.families.parts import PRE, SANDWICH, Decoder, gated, gated_mlp, linear, norm
 from planner.models.spec import LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormStyle

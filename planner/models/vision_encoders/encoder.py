@@ -1,8 +1,9 @@
 """An encoder that makes tokens of pictures, as a model of its own with what stands between it and the text."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isqrt, prod
 
+from planner.core.records import dataclass
 from planner.models.families.parts import linear, plain
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, NormSpec, Role, Traits
 

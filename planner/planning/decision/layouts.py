@@ -13,11 +13,11 @@ What the user fixed (`Workload.fixed`) filters the list; degrees that were asked
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.memory.engines import engine_named, engine_of
 from planner.memory.workload import Workload
 from planner.options.layouts import SPLIT_DEGREES

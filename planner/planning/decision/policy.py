@@ -2,12 +2,13 @@
 taken only where it pays (kernels, torch.compile, ranks, disk). Which method comes first: `decision.tree`."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from planner.core.errors import SetupError
 from planner.core.notes import risk, usual
+from planner.core.records import dataclass
 from planner.core.units import gib, percent, seconds
 from planner.frameworks.hyperparameters import choose as hyperparameters_of
 from planner.memory.around import DEFAULT_EVAL_SEQS, evaluates_whole, evaluation_bytes, logits_bytes

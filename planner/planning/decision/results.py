@@ -1,10 +1,11 @@
 """What the walk learned, by spread and by node of the decision tree, and which point is the best of it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from planner.core.errors import SetupError
+from planner.core.records import dataclass
 from planner.core.units import gib
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines import why_not

@@ -6,10 +6,11 @@ runs of a stack lie from either level (`evidence_bands`, docs/accuracy/bands.md)
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.core.units import percent
 from planner.hardware.gpu import GpuSpec

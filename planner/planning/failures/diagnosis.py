@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from planner.core.records import dataclass
 from planner.core.units import GIB, gib
 from planner.hardware.gpus import all_gpus, windows_memory_bytes
 from planner.planning.failures.message import (

@@ -3,9 +3,9 @@
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
+from planner.core.records import dataclass
 from planner.core.units import GIB, KIB, MIB
 
 # The figures of an out-of-memory message, and the frames of its traceback, in every form that logs hold them.

@@ -9,12 +9,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from planner.core.errors import ConfigError
 from planner.core.inputs import LARGEST
+from planner.core.records import dataclass
 from planner.planning.failures.message import MAX_FRAMES, Frame, Message, phase_of
 
 MAX_FILE_BYTES = 400 * 1024**2

@@ -7,13 +7,14 @@ held-out points). `plan calibrate` writes a file of the same form.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from planner.core.errors import ConfigError
 from planner.core.inputs import parse_object, read_text
+from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.hardware.gpu import GpuSpec
 

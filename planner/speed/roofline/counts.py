@@ -1,9 +1,10 @@
 """What one step multiplies, moves and launches, by hand."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
+from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES, DtypePolicy
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec
 from planner.models.targets import lora_linears, lora_params

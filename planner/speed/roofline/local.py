@@ -4,10 +4,11 @@ The figures come as plain data (`probes.gpu.microbench` measures them); nothing 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from planner.core.errors import ConfigError
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.speed.roofline.calibration import Calibration, Constants
 

@@ -6,13 +6,14 @@ interchange form, one object with model, gpu, tokens_per_s (of one GPU) and the 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import isfinite, log
 from statistics import median
 from typing import Any
 
 from planner.core.errors import ConfigError, PlannerError
 from planner.core.inputs import parse_json
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup

@@ -1,9 +1,10 @@
 """A step's time and its conditions."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 
+from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.options.kernels import LAYER_PARTS
 from planner.options.stacks import STACKS

@@ -1,9 +1,10 @@
 """Seconds of collectives, of a pipeline's schedule, and of the host's link."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, exp, hypot, log
 
+from planner.core.records import dataclass
 from planner.hardware.cluster import Cluster, Link, host_link
 from planner.memory.dtypes import SIZE_BYTES
 from planner.memory.engines.fsdp2 import sharded_dtype

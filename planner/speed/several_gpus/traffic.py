@@ -3,8 +3,7 @@
 Engines shard by unit: one per transformer layer, and a root unit with embeddings, head and final norm.
 """
 
-from dataclasses import dataclass
-
+from planner.core.records import dataclass
 from planner.memory.dtypes import SIZE_BYTES, dtype_policy_of
 from planner.memory.engines import engine_of
 from planner.memory.trained import trained_parameters

@@ -7,9 +7,10 @@ And what a trainer class of the program's own does in place of its base's step, 
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 
+from planner.core.records import dataclass
 from planner.frameworks.readers.program.values import (
     CallResult,
     Constant,

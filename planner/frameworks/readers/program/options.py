@@ -4,11 +4,12 @@ click, typer, fire and parsers of dataclasses take it."""
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from typing import Any
 
 from planner.core.errors import ConfigError
+from planner.core.records import dataclass
 from planner.frameworks.readers import loading
 from planner.frameworks.readers.loading import json_lines, parse_json, parse_yaml
 from planner.frameworks.readers.program.reading import Reading

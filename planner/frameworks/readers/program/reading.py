@@ -2,10 +2,11 @@
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain
 from typing import Any
 
+from planner.core.records import dataclass
 from planner.frameworks.readers.program.loops import LoopContext, Steps
 from planner.frameworks.readers.program.values import (
     CallResult,

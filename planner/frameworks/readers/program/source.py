@@ -4,10 +4,10 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 from planner.core.errors import ConfigError
+from planner.core.records import dataclass
 
 _SHELL = re.compile(r"^(\s*)(?:!(?!=)|[%?]).*$")
 _PIN = re.compile(r"(?<![A-Za-z0-9_.-])([A-Za-z][A-Za-z0-9_.-]*+)\s*+==\s*+([0-9][0-9A-Za-z.+-]*)")

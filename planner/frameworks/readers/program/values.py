@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Union
+
+from planner.core.records import dataclass
 
 NAMING = (
     "inspect", "torch", "transformers", "trl", "peft", "TaskType", "IntervalStrategy", "SchedulerType",
