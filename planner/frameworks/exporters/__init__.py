@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 
 from planner.core.records import dataclass
-from planner.frameworks.exporters import common, prepare
+from planner.frameworks.exporters import common, prepare, several_gpus
 from planner.frameworks.exporters.install import too_new, versions
 from planner.frameworks.exporters.text import comments, header
 from planner.frameworks.exporters.types import (
@@ -116,11 +116,10 @@ class Target:
         differences = self.differences(setup, request.gpu, request.model)
         tested = versions(room.VALIDATED_WITH, setup)
         draft: Draft = room.export(request, differences)
-        if setup.offload != "none" and (
-            request.gpus_per_node > 1 or (setup.parallel == "fsdp2" and self.name in BY_ACCELERATE)
-        ):
-            command = common.after({"OMP_NUM_THREADS": str(CPU_THREADS)}, draft.command)
-            draft = replace(draft, command=command, notes=(*draft.notes, THREADS_NOTE))
+        threads = several_gpus.cpu_threads(request, self.name)
+        if threads:
+            command = draft.command if "OMP_NUM_THREADS" in draft.command else common.after(threads, draft.command)
+            draft = replace(draft, command=command, notes=(*draft.notes, several_gpus.THREADS_NOTE))
         files, main = draft.files, draft.main
         made = prepare.command(request, self.name) if draft.complete else ""
         if main is not None:
@@ -131,18 +130,6 @@ class Target:
         return Launch(target=self.name, runs=runs, differences=differences, validated_with=tested, **parts)
 
 
-BY_ACCELERATE = ("trl", "hf", "accelerate")
-CPU_THREADS = 12
-"""Threads of each process's optimizer on the CPU, which is one where nobody says: under FSDP by Accelerate (1.15
-`prepare_multi_gpu_env`), and by torchrun where it starts several. The virtual CPUs beside each A100 of AWS p4d, Azure
-ND96asr and GCP a2-highgpu.
-
-Measured: PyTorch 2.13's fused AdamW moves 3.4 GB/s in fp32 by one thread of a Xeon, 124 a node are predicted.
-"""
-THREADS_NOTE = (
-    "OMP_NUM_THREADS: threads of the optimizer on the CPU, one where nothing is said; as many as the machine has cores "
-    "for each GPU are fastest."
-)
 OF_TARGETS = {XFORMERS: ("axolotl",), FLEX: ("trl", "hf")}
 """Attentions that not every target has -> those for which they are planned."""
 

@@ -1,10 +1,11 @@
 """Accelerate's launch config (`accelerate launch --config_file FILE`), for one GPU or many. Accelerate 1.15."""
 
 from planner.frameworks.exporters import deepspeed
-from planner.frameworks.exporters.common import attention_line, family_refusal
+from planner.frameworks.exporters.common import after, attention_line, family_refusal
 from planner.frameworks.exporters.several_gpus import (
     PER_NODE,
     accelerate_flags,
+    cpu_threads,
     launched,
     sharding_refusal,
     split_refusal,
@@ -33,7 +34,8 @@ def config_files(request: ExportRequest, folder: str = TARGET) -> list[LaunchFil
 
 def command(request: ExportRequest, script: str, folder: str) -> str:
     """`accelerate launch` of a script with the config in `folder`, for every node the same."""
-    return f"accelerate launch --config_file launch/{folder}/{NAME}{accelerate_flags(request)} {script}"
+    launched_by = f"accelerate launch --config_file launch/{folder}/{NAME}{accelerate_flags(request)} {script}"
+    return after(cpu_threads(request, folder), launched_by)
 
 
 def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
