@@ -189,6 +189,9 @@ def speed_of(trace: TraceResult, card: GpuSpec, links: options.Links = ONE_NODE)
         num_gpus = int(trace.program.get("num_ranks", 1))
         cluster = options.cluster_of(card, num_gpus, links.nodes, links.interconnect) if num_gpus > 1 else None
         return traced_speed(trace.program, card, cluster)
+    except UsageError as error:  # the memory is known all the same
+        say(f"plan trace: no speed is said: {error.message}")
+        return None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError):
         return None
 

@@ -29,7 +29,8 @@ def structure_of(model: ModelSpec) -> str | None:
 
 def _structure_of(model: ModelSpec) -> str | None:
     packed = model.config.get("quantization_config") or {}
-    if len(model.layer_kinds) != 1 or model.num_layers < 2 or packed.get("quant_method", _LOADED) != _LOADED:
+    method = packed.get("quant_method") or _LOADED if isinstance(packed, Mapping) else "another"
+    if len(model.layer_kinds) != 1 or model.num_layers < 2 or method != _LOADED:
         return None  # also where weights are stored packed otherwise than they are loaded
     layer = model.layer_kinds[0]
     attention, mlp = layer.attention, layer.mlp

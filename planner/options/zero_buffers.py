@@ -17,6 +17,8 @@ KEYS = {
     "sub_group_elements": ("sub_group_size",),
 }
 """Field -> what DeepSpeed's JSON calls it."""
+BY_MODEL = ("reduce_bucket_elements", "prefetch_elements", "persistent_elements")
+"""Those that may be AUTO."""
 
 
 @final
@@ -43,9 +45,11 @@ class ZeroBuffers:
 
     def __post_init__(self) -> None:
         for name in KEYS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < AUTO:
+            value, least = getattr(self, name), AUTO if name in BY_MODEL else 0
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise SetupError(f"zero_buffers: {name} must be a whole number of elements, got {value!r:.80}")
+        if not isinstance(self.overlaps, bool):
+            raise SetupError(f"zero_buffers: overlaps must be true or false, got {self.overlaps!r:.80}")
 
     @classmethod
     def read(cls, values: Any) -> Self:

@@ -4,7 +4,7 @@
 gpu and the setup's fields) lives in `planner.setup.interchange`.
 """
 
-from dataclasses import fields, replace
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any, Self
 
 from planner.core.records import dataclass
@@ -50,6 +50,11 @@ class TrainSetup(SetupValues):
 
     def __post_init__(self) -> None:
         check(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:  # at run time too: it is a key, and `replace` checks what is changed
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        self.__dict__[name] = value
 
     def run_by(self, target: str) -> Self:
         """The setup as a launch target's own stack runs it from a file written here; itself where it is no stack."""

@@ -77,6 +77,7 @@ class Clocks:
             elif reducing or not item.reduces:
                 after = 0.0 if not item.ago else self.at if item.ago < 0 else self._mark(item.ago)
                 self._exchange(item.amount, after)
+                self._done.append(self.link)
                 if item.ago < 0:
                     self.device = self.link
             else:
@@ -88,7 +89,6 @@ class Clocks:
     def _exchange(self, seconds: float, after: float) -> None:
         self.link = max(self.link, self.host + QUEUE_S, after) + seconds
         self.busy_s += seconds
-        self._done.append(self.link)
 
     def _collected(self, size_bytes: float) -> None:
         self._bucket += size_bytes

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from planner.core.records import dataclass
+from planner.setup import TrainSetup
 
 
 def _classes(make: Any) -> list[Any]:
@@ -74,3 +75,11 @@ def test_objects_with_slots_are_pickled_and_found() -> None:
     assert copy == instance
     assert {instance: 1}[copy] == 1
     assert Kept(4) not in {instance}
+
+
+def test_a_setup_is_frozen_at_run_time_too() -> None:
+    setup = TrainSetup()
+    with pytest.raises(dataclasses.FrozenInstanceError, match="micro_batch_seqs"):
+        setup.micro_batch_seqs = 99  # type: ignore[misc]
+    assert setup.replace(micro_batch_seqs=2).micro_batch_seqs == 2
+    assert {setup: 1}[TrainSetup()] == 1

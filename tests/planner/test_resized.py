@@ -1,11 +1,13 @@
 """Programs of one structure of layers for models of any size, and checkpoints of any spacing."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from planner.hardware.gpus import find_gpu
 from planner.memory.profiles import program_key
+from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, structure_of
 from planner.setup import TrainSetup
@@ -166,3 +168,11 @@ def test_fewer_checkpoints_are_faster() -> None:
         times.append(speed.step_time(setup).step_time_s)
     assert times == sorted(times)
     assert times[-1] > 1.2 * times[0]
+
+
+@pytest.mark.parametrize("packed", ["int4", ["a"], {"quant_method": "awq"}])
+def test_weights_that_are_packed_in_another_way_have_no_structure(packed: Any) -> None:
+    model = loaded("meta-llama/Llama-3.2-1B")
+    assert structure_of(model) is not None
+    other = spec_from_config({**model.config, "quantization_config": packed}, model_id="a copy", source="test")
+    assert structure_of(other) is None

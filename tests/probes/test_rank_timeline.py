@@ -79,6 +79,12 @@ def test_ddp_reduces_by_buckets_and_waits_at_the_end() -> None:
     assert clocks.at == 9.0
 
 
+def test_a_join_counts_collectives_alone() -> None:
+    clocks = Clocks(lambda size_bytes: 1.0)
+    clocks.run([gather(0.1), Exchange(GRADIENT, 2.0 * MIB), Exchange(JOIN, ago=1)], reducing=True)
+    assert clocks.device == pytest.approx(0.1 + QUEUE_S)
+
+
 @pytest.fixture
 def phantom(monkeypatch: pytest.MonkeyPatch) -> Iterator[Phantom]:
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():

@@ -131,8 +131,8 @@ def distributed_config(setup: TrainSetup) -> dict[str, object]:
 def cpu_threads(request: ExportRequest, target: str) -> dict[str, str]:
     """What an offloaded plan's processes start with, so that their optimizer has more than one thread."""
     setup = request.setup
-    one = request.gpus_per_node > 1 or (setup.parallel == "fsdp2" and target in BY_ACCELERATE)
-    return {"OMP_NUM_THREADS": str(CPU_THREADS)} if setup.offload != "none" and one else {}
+    single_thread = request.gpus_per_node > 1 or (setup.parallel == "fsdp2" and target in BY_ACCELERATE)
+    return {"OMP_NUM_THREADS": str(CPU_THREADS)} if setup.offload != "none" and single_thread else {}
 
 
 def torchrun(request: ExportRequest, script: str) -> str:

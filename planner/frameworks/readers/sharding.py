@@ -14,7 +14,7 @@ from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.others import ACCELERATE, DEEPSPEED
 from planner.options.layouts import SHARDED, ZERO
-from planner.options.zero_buffers import AUTO, KEYS, SHIPPED, ZeroBuffers
+from planner.options.zero_buffers import AUTO, BY_MODEL, KEYS, SHIPPED, ZeroBuffers
 from planner.setup import LAYOUT_FIELDS, TrainSetup
 
 PLANNED_TYPES = ("NO", "MULTI_GPU", "DEEPSPEED", "FSDP")
@@ -265,7 +265,7 @@ def _zero_buffers(block: Settings) -> ZeroBuffers:
     for name, keys in KEYS.items():
         key = block.first(*keys)
         if block.raw(key) is not None:
-            stated[name] = AUTO if block.raw(key) == "auto" else block.integer(key, 0)
+            stated[name] = AUTO if name in BY_MODEL and block.raw(key) == "auto" else block.integer(key, 0)
     return ZeroBuffers(**stated)
 
 

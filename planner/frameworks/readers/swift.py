@@ -146,6 +146,8 @@ def _take_fsdp_apart(settings: Settings) -> None:
     else:
         return
     block = given.get("fsdp_config") or {}
+    if not isinstance(block, dict):
+        raise settings.error("fsdp", "settings with a block fsdp_config", given)
     checkpoints = common.fsdp_checkpoints(Settings(block, f"{settings.name}: fsdp_config"))
     if block.get("activation_cpu_offload"):
         settings.approximate(UpperBound("activation_cpu_offload is counted as if it stayed on the GPU", "activations"))

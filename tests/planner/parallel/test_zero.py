@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from planner.core.errors import SetupError
 from planner.core.units import GIB, MIB
 from planner.hardware.gpus import find_gpu
 from planner.memory.engines import engine_of
@@ -172,3 +173,9 @@ def test_foreach_temporaries_take_the_place_of_the_16_bit_gradients() -> None:
         (rank,) = rank_memories(model, GPU, setup)
         peaks.append(rank.breakdown.phase_bytes["step"])
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("values", [{"overlaps": "no"}, {"live_elements": AUTO}, {"sub_group_elements": AUTO}])
+def test_buffers_of_another_kind_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(SetupError, match="zero_buffers"):
+        ZeroBuffers.read(values)
