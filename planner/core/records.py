@@ -18,6 +18,7 @@ else:
         if cls is None:
             return lambda plain: dataclass(plain, frozen=frozen, eq=eq, repr=repr, **options)
         defined = cls.__dict__
+        cls.__doc__ = cls.__doc__ or cls.__name__  # else the library writes the signature there, which it looks up
         made = dataclasses.dataclass(repr=False, eq=False, **options)(cls)
         if repr and "__repr__" not in defined:
             made.__repr__ = _repr
