@@ -1,12 +1,12 @@
 """`Images`: the pictures of a sample, of a vision-language model."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, Self, final
 
 from planner.core.errors import SetupError
 from planner.core.records import dataclass
 from planner.options.layouts import SPLIT_DEGREES
+from planner.options.nested import read_record, values_of
 
 MAX_SIDE = 1 << 16
 IMAGE_TARGETS = ("trl", "llamafactory")
@@ -62,16 +62,11 @@ class Images:
         Raises:
             SetupError: an unknown key or a wrong value.
         """
-        if isinstance(values, cls):
-            return values
-        names = [field.name for field in fields(cls)]
-        if not isinstance(values, dict) or set(values) - set(names) or not {"width", "height"} <= set(values):
-            raise SetupError(f"images must be an object of {', '.join(names)}; got {values!r:.80}")
-        return cls(**values)
+        return read_record(cls, values, "images", required=("width", "height"))
 
     @property
     def values(self) -> dict[str, int]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return values_of(self)
 
     @property
     def words(self) -> str:

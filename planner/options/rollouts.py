@@ -1,11 +1,12 @@
 """`Rollout`: how the completions that an online objective (GRPO) trains on come about."""
 
 from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Self, final
 
 from planner.core.errors import SetupError
 from planner.core.records import dataclass
+from planner.options.nested import read_record, values_of
 
 GENERATORS = ("transformers", "vllm", "vllm-sleep", "vllm-server")
 """Who generates: the model itself by transformers, vLLM beside it on the same card for good or asleep while the model
@@ -71,16 +72,12 @@ class Rollout:
         Raises:
             SetupError: an unknown key or a wrong value.
         """
-        if isinstance(values, cls):
-            return values
-        names = [field.name for field in fields(cls)]
-        if not isinstance(values, dict) or (set(values) - set(names)):
-            raise SetupError(f"rollout must be an object of {', '.join(names)}; got {values!r:.80}")
-        return cls(**{"completion_tokens": cls.usual(seq_len_tokens).completion_tokens, **values})
+        usual = cls.usual(seq_len_tokens).completion_tokens
+        return read_record(cls, values, "rollout", completion_tokens=usual)
 
     @property
     def values(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return values_of(self)
 
     @property
     def colocated(self) -> bool:

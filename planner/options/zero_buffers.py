@@ -1,11 +1,12 @@
 """`ZeroBuffers`: how large DeepSpeed's buffers are, where a configuration of its own says so."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Self, final
 
 from planner.core.errors import SetupError
 from planner.core.records import dataclass
+from planner.options.nested import read_record, values_of
 
 AUTO = -1
 """A size that transformers and accelerate fill in from the model's hidden size ("auto")."""
@@ -58,16 +59,11 @@ class ZeroBuffers:
         Raises:
             SetupError: an unknown key or a wrong value.
         """
-        if isinstance(values, cls):
-            return values
-        names = [field.name for field in fields(cls)]
-        if not isinstance(values, dict) or set(values) - set(names):
-            raise SetupError(f"zero_buffers must be an object of {', '.join(names)}; got {values!r:.80}")
-        return cls(**values)
+        return read_record(cls, values, "zero_buffers")
 
     @property
     def values(self) -> dict[str, int]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return values_of(self)
 
     @property
     def words(self) -> str:
