@@ -67,8 +67,8 @@ class TraceResult:
         kernels: launches of Triton kernels and attention kernels, by name.
         protection: what whoever ran it says, never the process itself.
         program: the last whole optimizer step, `planner.speed.operators.Program.rows` with the place of every call
-            ("places", by stretch: numbers of "names", which are lines and modules); None where no step ended, of one
-            rank of several, and of a program that compiles.
+            ("places", by stretch: numbers of "names", which are lines and modules); None where no step ended, and
+            of a program that compiles. Of a rank of several also "num_ranks".
     """
 
     status: str

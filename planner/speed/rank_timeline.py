@@ -16,6 +16,7 @@ from planner.speed.operators import COLLECTIVE, GRADIENT, ISSUERS, JOIN, MARK, O
 from planner.speed.rates import CardRates
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.several_gpus.collectives import Collectives, group_of
+from planner.speed.several_gpus.exchange import DDP_BUCKET_BYTES
 from planner.speed.timeline import (
     QUEUE_S,
     SYNCHRONIZE,
@@ -25,13 +26,14 @@ from planner.speed.timeline import (
     PricedProgram,
     RunTime,
     Stage,
+    Timeline,
     compose,
 )
 
 NUM_ISSUERS = len(ISSUERS)
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-"""Gradients that DistributedDataParallel reduces together: the first ones, and all later ones. Source: PyTorch 2.13
-`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`, `DistributedDataParallel(bucket_cap_mb=25)`."""
+FIRST_BUCKET_BYTES = 2**20
+"""The first gradients that DistributedDataParallel reduces together; later ones: DDP_BUCKET_BYTES. Source: PyTorch 2.13
+`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`."""
 _SIMULATED = 4
 """Micro-batches that are run through: of more, those between the first two and the last are alike."""
 _REDUCING = ("reduce_scatter", "_reduce_scatter", "allreduce")
@@ -97,7 +99,7 @@ class Clocks:
 
     def _reduce(self) -> None:
         self._exchange(self._all_reduce_s(self._bucket), self.at)
-        self._bucket, self._limit = 0.0, BUCKET_BYTES
+        self._bucket, self._limit = 0.0, DDP_BUCKET_BYTES
 
     def reduced(self) -> None:
         """The last bucket, and the end of all: the model's stream waits."""
@@ -129,6 +131,7 @@ class RankProgram(PricedProgram):
         super().__init__(program, rates)
         self._exchange_s, self._all_reduce_s = exchange_s, all_reduce_s
         self._overlap_cost, self._reduces_each = overlap_cost, reduces_each
+        self._stages: dict[float, tuple[Timeline, Sequence[Stage]]] = {}
         self._exchanges = {
             number: self._exchange(operator)
             for number, operator in enumerate(program.operators)
@@ -152,6 +155,13 @@ class RankProgram(PricedProgram):
             else:
                 items.append(self.clock_map(group, scale))
         return Stage(phase, compose([item for item in items if isinstance(item, ClockMap)]), items)
+
+    def stages(self, scale: float) -> tuple[Timeline, Sequence[Stage]]:
+        """As of one GPU, each scale's once: it is asked alone and together."""
+        stages = self._stages.get(scale)
+        if stages is None:
+            stages = self._stages[scale] = super().stages(scale)
+        return stages
 
     def time(self, loop: Loop, host: Host) -> RunTime:
         """The time of a step: what the rank takes by itself, and what the others add."""

@@ -14,7 +14,8 @@ from planner.models import catalogue
 from planner.planning.run_speed import rank_speed
 from planner.setup import TrainSetup
 from planner.speed.operators import COLLECTIVE, GRADIENT, ISSUERS, JOIN, MARK, Program, program_of
-from planner.speed.rank_timeline import BUCKET_BYTES, FIRST_BUCKET_BYTES, Clocks
+from planner.speed.rank_timeline import FIRST_BUCKET_BYTES, Clocks
+from planner.speed.several_gpus.exchange import DDP_BUCKET_BYTES
 from planner.speed.timeline import QUEUE_S, ClockMap, Exchange
 from planner.speed.traced import traced_speed
 from probes.dryrun import dry_run_report
@@ -75,7 +76,7 @@ def test_ddp_reduces_by_buckets_and_waits_at_the_end() -> None:
     clocks.run(items, reducing=True)
     clocks.reduced()
     assert sizes == [10 * MIB, 30 * MIB]
-    assert FIRST_BUCKET_BYTES < 10 * MIB < BUCKET_BYTES < 30 * MIB
+    assert FIRST_BUCKET_BYTES < 10 * MIB < DDP_BUCKET_BYTES < 30 * MIB
     assert clocks.at == 9.0
 
 
