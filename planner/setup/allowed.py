@@ -63,11 +63,13 @@ def _check_context(setup: SetupValues) -> None:
     degree, name = setup.context_degree, f"context_degree {setup.context_degree}"
     if degree == 1:
         return
-    if setup.tensor_degree * setup.pipeline_degree > 1 or setup.parallel not in SHARDED:
-        others = {"tensor_degree": setup.tensor_degree, "pipeline_degree": setup.pipeline_degree}
-        cut = "".join(f", {other} {number}" for other, number in others.items() if number > 1)
+    others = {"tensor_degree": setup.tensor_degree, "pipeline_degree": setup.pipeline_degree}
+    for other, number in others.items():
+        if number > 1:
+            raise SetupError(f"{name} beside {other} {number} is not planned", hint="leave one of them out")
+    if setup.parallel not in SHARDED:
         raise SetupError(
-            f"{name} is planned beside {', '.join(SHARDED)} alone, got parallel {setup.parallel!r}{cut}",
+            f"{name} is planned beside {', '.join(SHARDED)} alone, got parallel {setup.parallel!r}",
             hint="use --parallel fsdp2 (a ring of keys and values) or zero3 (Ulysses)",
         )
     attentions = ("sdpa",) if setup.uses_ring_attention else ("sdpa", "flash-attention-2")

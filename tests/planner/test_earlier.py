@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune_planner.cli.checking import corrected, load, predictor
+from finetune_planner.cli.checking import CheckRequest, corrected, load, predictor
 from planner.core.units import GIB
 from planner.hardware.gpus import find_gpu
 from planner.memory.workspace import cublas_workspace_bytes
@@ -12,7 +12,7 @@ from planner.models.earlier import built_by_transformers_4, of_transformers_4
 from planner.models.families import spec_from_config
 from planner.models.resolve import resolve_model
 from planner.models.targets import num_lora_params
-from planner.planning.predict import predict
+from planner.planning.predict import cannot_run, predict
 from planner.setup import TrainSetup
 
 CONFIG = {
@@ -130,3 +130,15 @@ def test_a_pinned_version_decides_whether_a_mixture_fits(tmp_path: Path, pins: s
     if fits:  # today's libraries build another model: no dry run stands in for it
         formula = predictor(model, card)
         assert corrected(formula, config.setup, model, card, card.memory_bytes) is formula
+
+
+def test_fsdp_1_of_an_older_axolotl_builds_its_experts_as_modules(tmp_path: Path) -> None:
+    """Its transformers is 4.57, whatever the folder's requirements say of the newest Axolotl's."""
+    (tmp_path / "requirements.txt").write_text("transformers==5.20.1\n")
+    lines = "adapter: qlora\nload_in_4bit: true\nlora_r: 8\nlora_dropout: 0.05\nlora_target_linear: true\n"
+    lines += "sequence_len: 512\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\nbf16: true\n"
+    (tmp_path / "a.yml").write_text(f"base_model: Qwen/Qwen3-30B-A3B\n{lines}fsdp: [full_shard, auto_wrap]\n")
+    config, model, card = load(tmp_path / "a.yml", "a100-40gb", CheckRequest(num_gpus=8))
+    assert built_by_transformers_4(model)
+    assert config.older
+    assert not cannot_run(model, card, config.setup)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.core.errors import Undetermined
 from planner.core.units import GIB
 from planner.frameworks.readers import FileContext, ReadConfig, read_text
 from planner.memory.states import loading_refusal
@@ -36,6 +37,14 @@ CASES = {
     "a list of words is FSDP 1's": (
         "fsdp: [full_shard, auto_wrap]\n",
         {"fsdp_version": 1, "transformers_version": "4.57"},
+    ),
+    "torchao's 8-bit states, which FSDP2 steps, as an AdamW that it steps": (
+        "optimizer: adamw_torch_8bit\nfsdp_config: {fsdp_version: 2}\n",
+        {"optimizer": "adamw"},
+    ),
+    "bitsandbytes' are what they are": (
+        "optimizer: adamw_bnb_8bit\nfsdp_config: {fsdp_version: 2}\n",
+        {"optimizer": "adamw-8bit"},
     ),
     "its version too": (
         "fsdp_config: {version: 2, offload_params: true}\n",
@@ -123,6 +132,16 @@ def test_what_is_only_nearly_counted_is_said() -> None:
     alone = read(CASES["ZeRO-2, optimizer offloaded"][0], num_gpus=1)
     assert (alone.setup.parallel, alone.setup.offload) == ("zero2", "optimizer")
     assert any("one GPU" in assumption for assumption in alone.assumptions)
+
+
+def test_a_mesh_of_another_size_than_the_run_is_asked_about() -> None:
+    text = "tensor_parallel_size: 2\n" + CASES["hybrid shards"][0]
+    with pytest.raises(Undetermined, match="mesh of 2 x 4 x 2 = 16 GPUs, of 8") as caught:
+        read(text)
+    assert "--gpus 16" in caught.value.hint
+    assert read(text, num_gpus=16).setup.shard_degree == 4
+    stands = read(CASES["torchao's 8-bit states, which FSDP2 steps, as an AdamW that it steps"][0])
+    assert any("adamw_torch_8bit has no memory model" in text and "as adamw," in text for text in stands.approximations)
 
 
 def test_accelerates_mesh_and_block_are_followed() -> None:

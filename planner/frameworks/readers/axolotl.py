@@ -9,7 +9,7 @@ from planner.frameworks.readers import common, versions
 from planner.frameworks.readers.common import adapter_kind, config, settings_fields
 from planner.frameworks.readers.objectives import estimated, of_trainer, refuse, rollout_fields
 from planner.frameworks.readers.sharding import Layout, device_map, fsdp, hybrid, with_cut_sequences, zero_stage
-from planner.frameworks.readers.types import TRAINED, ReadConfig, UpperBound
+from planner.frameworks.readers.types import TRAINED, LowerBound, ReadConfig, UpperBound
 from planner.frameworks.readers.values import Settings
 from planner.frameworks.tools.axolotl import AXOLOTL, LIGER_SWITCHES, LORA_SWITCHES, own_kernels
 from planner.memory.attention_kernels import default_attention, has_expert_stacks
@@ -31,7 +31,8 @@ NOT_COUNTED = {
     "lora_target_parameters": "adapters on stacked expert parameters are not counted",
     "relora": "ReLoRA's restarts are not counted",
     "relora_steps": "ReLoRA's restarts are not counted",
-    "qat": common.FAKE_QUANTIZED,
+    **dict.fromkeys(("qat", "use_onebitllms"), common.FAKE_QUANTIZED),
+    "use_eaft": LowerBound("the logits' copies of Axolotl's own loss (EAFT) are not counted", "loss"),
     "fp8": "fp8 matrix multiplications are counted as bf16",
     "diffusion": "a diffusion language model's noise schedule is not counted",
     "model_quantization_config": "the model's own quantization is not followed",

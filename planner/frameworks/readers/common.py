@@ -119,10 +119,15 @@ def optimizer(settings: Settings, key: str, default: str, word: str | None = Non
         return SAME_STATES[name]
     else:
         counted, categories = BOUNDED[name]
-    settings.approximate(
-        UpperBound(f"optimizer {name} has no memory model of its own: counted as {counted}", *categories)
-    )
+    settings.approximate(_without_row(name, counted, categories))
     return counted
+
+
+_NO_ROW = "optimizer "
+
+
+def _without_row(name: str, counted: str, categories: tuple[str, ...]) -> UpperBound:
+    return UpperBound(f"{_NO_ROW}{name} has no memory model of its own: counted as {counted}", *categories)
 
 
 def default_optimizer(settings: Settings) -> str:
@@ -316,7 +321,7 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
     if fields.get("activation_offload") and fields.get("parallel", "none") not in ("none", "ddp", "fsdp2"):
         settings.approximate("checkpoints in host memory under sharding are counted as if they stayed on the GPU")
         fields = {**fields, "activation_offload": False}
-    fields = _as_paused(settings, fields)
+    fields = _as_paused(settings, _as_stepped(settings, fields))
     whole = {**fields, "expert_degree": 1}
     copied = fields.get("parallel") == "ddp"
     distributed = (fields.get("method") == "full" or copied) and (_can_be(fields) or not _can_be(whole))
@@ -328,6 +333,19 @@ def build(settings: Settings, fields: dict[str, Any]) -> TrainSetup:
     except SetupError as error:
         hint = re.sub(r"--(?!gpus?\b)(?=[a-z])", "", error.hint)  # options of `plan`, which a check has not
         raise ConfigError(f"{settings.name}: {error.message}", hint=f"in the file: {hint}" if hint else "") from error
+
+
+def _as_stepped(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields with an optimizer that steps FSDP2's DTensors, where one that does not only stands for the file's own
+    (torchao's in 8 bits: its `OptimState8bit` has DTensor's operators, which bitsandbytes' states have not)."""
+    if fields.get("parallel") != "fsdp2" or ROWS[fields.get("optimizer", "adamw")].steps_dtensors:
+        return fields
+    stands = (text for text in settings.approximations if isinstance(text, UpperBound) and text.startswith(_NO_ROW))
+    for text in stands:
+        name = text.removeprefix(_NO_ROW).split()[0]
+        settings.approximations[settings.approximations.index(text)] = _without_row(name, "adamw", text.categories)
+        return {**fields, "optimizer": "adamw"}
+    return fields
 
 
 def _as_paused(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:

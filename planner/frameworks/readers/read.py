@@ -86,16 +86,17 @@ def read_text(
     forms = [block["use_reentrant"] for block in blocks if "use_reentrant" in block]
     forms += [reading.values["use_reentrant_gc"]] if "use_reentrant_gc" in reading.values else []
     reentrant = forms[0] is True if forms else default
-    named = common.keys(TOOLS[reading.format], reading.values) if reading.format in TOOLS else {}
+    written = common.keys(TOOLS[reading.format], reading.values) if reading.format in TOOLS else {}
     older = versions.computing(around.versions) if around is not None and reading.format in BY_TRANSFORMERS else {}
     setup = reading.setup.replace(stack=stack, reentrant_checkpointing=reentrant, **older)
     reading = _with_segments(replace(reading, setup=setup), text, name)
     eval_seqs = 0 if reading.format in PROGRAMS else evaluating.sequences(reading.format, reading.values)
-    reading = replace(reading, keys={**named, **reading.keys}, eval_seqs=reading.eval_seqs or eval_seqs)
+    reading = replace(reading, keys={**written, **reading.keys}, eval_seqs=reading.eval_seqs or eval_seqs)
     if reading.values.get("auto_find_batch_size") is True:
         reading = replace(reading, assumptions=(*reading.assumptions, HALVED))
     if around is not None and not reading.older and reading.format in TRAINERS:
-        running = versions.transformers(around.versions.get("transformers"), (), None)
+        named = reading.setup.transformers_version or around.versions.get("transformers")
+        running = versions.transformers(named, (), None)
         reading = replace(reading, older=running.older, lacks=running.lacks)
     if name.endswith(shell.SUFFIXES):
         reading = replace(reading, lacks=(*reading.lacks, *NO_WORDS))

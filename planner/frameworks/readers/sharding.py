@@ -3,6 +3,7 @@ configs of Accelerate and DeepSpeed themselves, on top of a setup that stands el
 
 import re
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,11 @@ def hybrid(settings: Settings, num_gpus: int, *, shard: int, copies: int, tensor
         if num_gpus == copies * shard * tensor * context:
             layout["shard_degree"] = shard * context
         elif num_gpus > 1:
-            settings.assume(
-                f"{copies} x {shard} x {tensor * context} GPUs of the mesh are not the {num_gpus} of the run: left out"
+            sizes = (copies, shard, *(size for size in (tensor, context) if size > 1))
+            mesh = f"{' x '.join(map(str, sizes))} = {prod(sizes)}"
+            raise Undetermined(
+                f"{settings.name} makes a mesh of {mesh} GPUs, of {num_gpus} in the run",
+                hint=f"say how many the run has: --gpus {prod(sizes)}",
             )
     return layout
 
@@ -130,7 +134,7 @@ def distributed(settings: Settings, block: dict[str, Any]) -> Layout:
     stages = inner.integer("pp_size", 1, at_least=1)
     rest = num_gpus // (shard * copies * stages) if inner.has("tp_plan") else 1
     tensor = inner.integer("tp_size", max(1, rest), at_least=1)
-    layout = hybrid(settings, num_gpus, shard=shard, copies=copies, tensor=tensor)
+    layout = hybrid(settings, num_gpus // stages, shard=shard, copies=copies, tensor=tensor)
     if stages > 1:
         layout["pipeline_degree"] = stages
     if shard * copies > 1:

@@ -80,6 +80,7 @@ def test_activations_shrink_and_speed_is_paid_for(parallel: str) -> None:
     ("fields", "words"),
     [
         ({"parallel": "ddp"}, "is planned beside zero1"),
+        ({"parallel": "fsdp2", "num_gpus": 16, "tensor_degree": 2}, "beside tensor_degree 2 is not planned"),
         ({"parallel": "fsdp2", "attention": "flash-attention-2"}, "needs attention sdpa"),
         ({"parallel": "zero3", "attention": "eager"}, "sdpa or flash-attention-2"),
         ({"parallel": "fsdp2", "seq_len_tokens": 1000}, "cannot be cut into 16 pieces"),
