@@ -213,7 +213,7 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
         )
     if names := not_read(path):
         others = f" and {len(names) - 3} others" if len(names) > 3 else ""
-        say(f"warning: {data.dataset}: {', '.join(names[:3])}{others} not read: of several kinds of file the commonest is")
+        say(f"warning: {data.dataset}: {', '.join(names[:3])}{others} not read: files of the commonest kind are")
     if objective.rolls_out and not set(REWARDED_BY) & set(first_row(path, data.names)):
         wanted = ", ".join(REWARDED_BY)
         say(
