@@ -17,7 +17,7 @@ _SIZE_SHIFT = 49 - 2 * _UNIT_BITS  # a size in bytes stands above an address of 
 
 
 class Block:
-    """A stretch of device memory: allocated, cached (free and backed by memory) or unmapped (address space only)."""
+    """A range of device memory: allocated, cached (free and backed by memory) or unmapped (address space only)."""
 
     __slots__ = ("address", "allocated", "key", "mapped", "next", "prev", "size")
 
@@ -96,12 +96,12 @@ class Pool:
 
     def layout(self) -> tuple[object, ...]:
         """Sizes and places of the free blocks and of unmapped space, to be compared."""
-        return tuple(self._keys), tuple((stretch.address, stretch.size) for stretch in self.unmapped)
+        return tuple(self._keys), tuple((block.address, block.size) for block in self.unmapped)
 
     def insert_unmapped(self, block: Block) -> None:
-        """Add a stretch of address space without memory."""
+        """Add a range of address space without memory."""
         self.unmapped.append(block)
-        self.unmapped.sort(key=lambda stretch: stretch.address)
+        self.unmapped.sort(key=lambda unmapped: unmapped.address)
 
 
 def _growth(block: Block) -> int:

@@ -84,23 +84,23 @@ class Pattern:
 
 
 class Repetition(NamedTuple):
-    """A pattern with storages numbered from `first` on; `holes` are the events between its runs."""
+    """A pattern with storages numbered from `first` on; `external`: events of others' storages between its runs."""
 
     pattern: Pattern
     first: int
-    holes: Sequence[Sequence[Event]]
+    external: Sequence[Sequence[Event]]
 
     @property
     def num_events(self) -> int:
         """Of its pattern and between its runs."""
-        return sum(map(len, (*self.pattern.runs, *self.holes)))
+        return sum(map(len, (*self.pattern.runs, *self.external)))
 
     def events(self) -> Iterator[Event]:
         first = self.first
-        for run, hole in zip_longest(self.pattern.runs, self.holes, fillvalue=()):
+        for run, external in zip_longest(self.pattern.runs, self.external, fillvalue=()):
             for place, size in run:
                 yield Free(first + place) if size is None else Alloc(first + place, size)
-            yield from hole
+            yield from external
 
 
 def flat(items: Iterable[Event | Repetition]) -> Iterator[Event]:

@@ -79,9 +79,9 @@ def _serve(allocator: CachingAllocator, events: Iterable[Event | Repetition], li
             if entry is not None:
                 free(*entry)
         elif isinstance(event, Repetition):
-            for run, hole in zip_longest(event.pattern.runs, event.holes, fillvalue=()):
+            for run, external in zip_longest(event.pattern.runs, event.external, fillvalue=()):
                 _serve_run(allocator, run, event.first, live)
-                _serve(allocator, hole, live)
+                _serve(allocator, external, live)
         elif not isinstance(event, Phase):
             allocator.empty_cache()
 

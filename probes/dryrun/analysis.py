@@ -111,13 +111,13 @@ class Curve:
         pattern = repetition.pattern
         for place in pattern.left:
             self._sizes[repetition.first + place] = rounded(pattern.sizes[place])
-        for course, hole in zip_longest(pattern.courses, repetition.holes, fillvalue=()):
+        for course, external in zip_longest(pattern.courses, repetition.external, fillvalue=()):
             if course and course.totals:
                 base, start = self._total, len(self.totals)
                 self._rise(base + course.totals[course.top], start + course.top)
                 self._total += course.totals[-1]
                 self.totals.extend([base + total for total in course.totals])
-            for event in hole:
+            for event in external:
                 self.add(event)
 
     def rebase(self) -> None:
@@ -192,7 +192,7 @@ class Alive:
         """All of its events: what it leaves."""
         for place in repetition.pattern.left:
             self._make(repetition.first + place, repetition)
-        for event in chain.from_iterable(repetition.holes):
+        for event in chain.from_iterable(repetition.external):
             self.add(event, repetition)
 
     def _make(self, number: int, repetition: Repetition | None) -> None:
@@ -213,7 +213,7 @@ class Alive:
 
 
 def timeline(curve: Curve, points: int = 400) -> tuple[tuple[int, int], ...]:
-    """(event index, allocated bytes): in each of `points` stretches of the run its highest moment."""
+    """(event index, allocated bytes): in each of `points` equal parts of the run its highest moment."""
     totals = curve.totals
     width = max(1, len(totals) // points)
     moments = []

@@ -86,7 +86,7 @@ backward it is the first, and makes the gradient that the others add to)."""
 
 def fewest(kinds: Sequence[Hashable], reach: int = 1) -> tuple[int, ...]:
     """Layers that, one after another, are each between neighbours as somewhere in the whole, and leave none of those
-    cases out: what is left when the longest stretch that can go has gone, again and again."""
+    cases out: what is left when the longest run of layers that can go has gone, again and again."""
     chosen = list(range(len(kinds)))
     cases = set(_cases(kinds, reach))
     length = len(chosen) - 1

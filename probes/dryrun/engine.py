@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.core.notes import risk
 from planner.core.units import gib
@@ -20,10 +20,13 @@ from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.operators import full_program
 from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
 from probes.dryrun.report import DryRunReport
-from probes.dryrun.trace import Trace, World, trace_run
+from probes.dryrun.trace import Trace, trace_run
 from probes.stack.configs import load_config
 from probes.stack.images import deep_layers
 from probes.stack.objectives import forward_repeats
+
+if TYPE_CHECKING:
+    from probes.dryrun.rank import JobWorld
 
 CONTEXT_BYTES = 500 * 1024**2
 """What the driver and libraries hold outside PyTorch's count, when nobody measured it."""
@@ -41,7 +44,7 @@ def run_engine(
 ) -> DryRunReport:
     """The report of one point; raises what the libraries raise where a model or an operator cannot be traced."""
 
-    def report(plan: DepthPlan, world: World | None = None) -> DryRunReport:
+    def report(plan: DepthPlan, world: "JobWorld | None" = None) -> DryRunReport:
         return _report(plan, full_trace(plan, capability, setup, world), setup, limit_bytes)
 
     if setup.pipeline_degree > 1:
@@ -64,7 +67,9 @@ def run_engine(
         return report(plan(), world)
 
 
-def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None = None) -> Trace:
+def full_trace(
+    plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: "JobWorld | None" = None
+) -> Trace:
     """The events of the full model: of a run of the plan's layers, repeated, of more of them, or of a run at full depth
     where the layers turn out not to repeat. `world`: the job of which this is one rank."""
     try:
@@ -88,7 +93,7 @@ def full_trace(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, 
     return trace if world is None else replace(trace, notes=(*trace.notes, rank_note(setup)))
 
 
-def _run(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: World | None) -> Trace:
+def _run(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world: "JobWorld | None") -> Trace:
     options: dict[str, Any] = {"capability": capability, "num_layers": plan.depth}
     if world is not None:
         return trace_run(plan.config, setup, world=world, **options)

@@ -7,7 +7,7 @@ PyTorch's allocator.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from probes.allocator.events import Alloc, Event, Free, Phase, flat
 from probes.dryrun.fakeworld import fake_world
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.layout_tracker import LayoutTracker, untracked_trials
-from probes.dryrun.repeat_layers import Whole, repeat_layers
-from probes.dryrun.trace import Owners, Trace, Trainable, World, load, load_all
+from probes.dryrun.repeat_layers import ONE_GPU, Shards, repeat_layers
+from probes.dryrun.trace import Owners, Trace, Trainable, load, load_all
 from probes.dryrun.tracker import Origin, Tracker, local
 from probes.stack import step
 from probes.stack.parallelize import Layout, data_mesh, layout_model, share_reference
@@ -40,7 +40,7 @@ class _State(NamedTuple):
 
 
 class JobWorld:
-    """A rank of a job on several GPUs (`probes.dryrun.trace.World`). The default process group must exist: fake for a
+    """A rank of a job on several GPUs, as that rank meets it. The default process group must exist: fake for a
     dry run, gloo for its check."""
 
     tracker: type[Tracker] = LayoutTracker
@@ -48,21 +48,21 @@ class JobWorld:
     def __init__(self, setup: TrainSetup) -> None:
         self._setup = setup
 
+    def prepared(self, tracker: Tracker, model: Any, reference: Any) -> AbstractContextManager[tuple[Layout, Owners]]:
+        """The model wrapped for the job and loaded, and the frozen copy that its objective asks, with the owners of
+        what was loaded; followed until its end."""
+        raise NotImplementedError
+
     def repeat_layers(self, trace: Trace, layers: LayerMap) -> Trace:
+        """As `probes.dryrun.repeat_layers.repeat_layers`, with what grows otherwise than by layers."""
         return repeat_layers(trace, layers, self._setup, self._shards())
 
-    def _shards(self) -> Whole:
-        return Whole()
+    def _shards(self) -> Shards:
+        return ONE_GPU
 
 
 class DdpWorld(JobWorld):
     """A job of DDP ranks."""
-
-    def __init__(self, setup: TrainSetup) -> None:
-        super().__init__(setup)
-        self._states: list[_State] = []
-        self._order: list[str] = []
-        self._keeps_buckets = False
 
     @contextmanager
     def prepared(self, tracker: LayoutTracker, model: Any, reference: Any) -> Iterator[tuple[Layout, Owners]]:
@@ -178,7 +178,7 @@ def _with_buckets(trace: Trace, first: list[Event], rebuilt: list[Event]) -> Tra
     return replace(trace, events=events, origins=origins)
 
 
-class FsdpWorld(JobWorld, Whole):
+class FsdpWorld(JobWorld):
     """A job of FSDP2 ranks."""
 
     _mesh: Any = None
@@ -204,11 +204,12 @@ class FsdpWorld(JobWorld, Whole):
             tracker.release(tracker.allocate(largest, "load"))
             yield layout, owners
 
-    def _shards(self) -> Whole:
-        return _OnHost(self) if self._setup.offload == "parameters" else self
+    def _shards(self) -> Shards:
+        on_host = self._setup.offload == "parameters"
+        return Shards(self._rows) if on_host else Shards(self._rows, self._stepping, LayoutTracker)
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def _stepping(self) -> Iterator[None]:
         """The norm of all gradients is summed up over the ranks as DTensor does it,
         from one stack of the parts' norms."""
         from torch.distributed.tensor import DTensor, Replicate
@@ -227,21 +228,11 @@ class FsdpWorld(JobWorld, Whole):
         with mock.patch.object(clip_grad, "_get_total_norm", total_norm), untracked_trials():
             yield
 
-    def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
+    def _rows(self, trainable: Trainable) -> torch.nn.Parameter:
         """Rank 0's rows of the parameter: a plain tensor, as the step's kernels see
         it; DTensor's own rules take seconds for the lists of a deep model."""
         rows = -(-trainable.shape[0] // self._setup.shards)
         return torch.nn.Parameter(torch.empty((rows, *trainable.shape[1:]), dtype=trainable.dtype, device="meta"))
-
-
-class _OnHost(Whole):
-    """The step happens in the host's memory, its trained parameters have no gradient on the device."""
-
-    def __init__(self, world: Whole) -> None:
-        self._world = world
-
-    def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
-        return self._world.parameter(trainable)
 
 
 class TensorWorld(JobWorld):
@@ -271,8 +262,9 @@ class TensorWorld(JobWorld):
                 tracker.keep_all_on_host(model.parameters())
             yield layout, load(tracker, model)
 
-    def _shards(self) -> Whole:
-        return _OnHost(_Steps()) if self._setup.offload == "parameters" else _Steps()
+    def _shards(self) -> Shards:
+        on_host = self._setup.offload == "parameters"
+        return Shards(_tensor_part) if on_host else Shards(_tensor_part, _summed_norms, _StepTracker)
 
 
 @contextmanager
@@ -319,47 +311,45 @@ class _StepTracker(LayoutTracker):
         return bool(func._schema.name.startswith(("aten::_foreach_", "aten::_fused_")))
 
 
-class _Steps(Whole):
-    tracker = _StepTracker
+@contextmanager
+def _summed_norms() -> Iterator[None]:
+    """Within it each mesh's norm is summed up over its ranks as DTensor does it."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Each mesh's norm is summed up over its ranks as DTensor does it."""
+    def norm_of(parameters: list[Any]) -> torch.Tensor:
+        norms = torch._foreach_norm([local(parameter.grad) for parameter in parameters])
+        stacked = torch.stack(norms)
+        mesh = getattr(parameters[0], "device_mesh", None)
+        if mesh is None:
+            return torch.linalg.vector_norm(stacked)
+        parts = DTensor.from_local(stacked, mesh, [_NormPartial(2.0)] * mesh.ndim, run_check=False)
+        whole: torch.Tensor = torch.linalg.vector_norm(parts).full_tensor()
+        return whole
+
+    with mock.patch.object(step, "norm_of", norm_of), untracked_trials():
+        yield
+
+
+def _tensor_part(trainable: Trainable) -> torch.nn.Parameter:
+    """This rank's part, as a plain tensor that knows its mesh, or as a DTensor where the gradient is laid out
+    otherwise."""
+    part: Any = torch.empty(trainable.local_shape, dtype=trainable.dtype, device="meta")
+    if trainable.gradient is not None:
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._ops._math_ops import _NormPartial
 
-        def norm_of(parameters: list[Any]) -> torch.Tensor:
-            norms = torch._foreach_norm([local(parameter.grad) for parameter in parameters])
-            stacked = torch.stack(norms)
-            mesh = getattr(parameters[0], "device_mesh", None)
-            if mesh is None:
-                return torch.linalg.vector_norm(stacked)
-            parts = DTensor.from_local(stacked, mesh, [_NormPartial(2.0)] * mesh.ndim, run_check=False)
-            whole: torch.Tensor = torch.linalg.vector_norm(parts).full_tensor()
-            return whole
-
-        with mock.patch.object(step, "norm_of", norm_of), untracked_trials():
-            yield
-
-    def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
-        """This rank's part, as a plain tensor that knows its mesh, or as a DTensor
-        where the gradient is laid out otherwise."""
-        part: Any = torch.empty(trainable.local_shape, dtype=trainable.dtype, device="meta")
-        if trainable.gradient is not None:
-            from torch.distributed.tensor import DTensor
-
-            shape, stride = trainable.shape, torch.empty(trainable.shape, device="meta").stride()
-            part = DTensor.from_local(
-                part, trainable.mesh, trainable.placements, run_check=False, shape=shape, stride=stride
-            )
-        parameter = torch.nn.Parameter(part)
-        if trainable.gradient is None and trainable.mesh is not None:
-            parameter.device_mesh = trainable.mesh
-        return parameter
+        shape, stride = trainable.shape, torch.empty(trainable.shape, device="meta").stride()
+        part = DTensor.from_local(
+            part, trainable.mesh, trainable.placements, run_check=False, shape=shape, stride=stride
+        )
+    parameter = torch.nn.Parameter(part)
+    if trainable.gradient is None and trainable.mesh is not None:
+        parameter.device_mesh = trainable.mesh
+    return parameter
 
 
 @contextmanager
-def fake_job(setup: TrainSetup) -> Iterator[World]:
+def fake_job(setup: TrainSetup) -> Iterator[JobWorld]:
     """One rank of the job of `setup`, on meta tensors in a fake process group.
 
     Raises:
@@ -371,7 +361,7 @@ def fake_job(setup: TrainSetup) -> Iterator[World]:
         yield world_of(setup)
 
 
-def world_of(setup: TrainSetup) -> World:
+def world_of(setup: TrainSetup) -> JobWorld:
     """What follows a rank of the job of `setup`, whose default process group exists."""
     if setup.sharded_at_loading:
         return TensorWorld(setup)

@@ -12,11 +12,11 @@ layers that several stand for), `RepetitionError` says so and the caller runs th
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,99 +37,88 @@ class RepetitionError(ValueError):
     """The run's layers are not copies of one another."""
 
 
-class Whole:
-    """What is held of a trained parameter, and how it steps: here one GPU holds everything."""
+def _whole(trainable: Trainable) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(trainable.shape, dtype=trainable.dtype, device="meta"))
 
+
+class Shards(NamedTuple):
+    """What is held of a trained parameter, on meta, and how it steps: by default one GPU holds everything. `stepping`
+    is entered around the optimizer's run on the full model's parameters."""
+
+    parameter: Callable[[Trainable], torch.nn.Parameter] = _whole
+    stepping: Callable[[], AbstractContextManager[Any]] = nullcontext
     tracker: type[Tracker] = Tracker
 
-    def stepping(self) -> AbstractContextManager[Any]:
-        """Entered around the optimizer's run on the full model's parameters."""
-        return nullcontext()
 
-    def parameter(self, trainable: Trainable) -> torch.nn.Parameter:
-        """This rank's part of the parameter, on meta."""
-        return torch.nn.Parameter(torch.empty(trainable.shape, dtype=trainable.dtype, device="meta"))
+ONE_GPU = Shards()
 
 
-@dataclass
-class StepEvents:
+class OptimizerStep(NamedTuple):
     """What one optimizer step does; `gradients` names the parameter and layer of each gradient's storage."""
 
     events: list[Event]
     origins: dict[int, Origin]
     owners: dict[int, tuple[str, str]]
     gradients: dict[int, tuple[str, int | None]]
-    numbers: dict[int, int]
 
 
-class OptimizerRun:
-    """Clipping, optimizer and release of gradients on the full model's trained parameters."""
+def optimizer_steps(
+    trace: Trace, layers: LayerMap, setup: TrainSetup, count: int, shards: Shards = ONE_GPU
+) -> list[OptimizerStep]:
+    """Clipping, optimizer and release of gradients on the full model's trained parameters, `count` times; storages'
+    numbers are shared between the steps."""
+    parameters = [
+        (layer, trainable, shards.parameter(trainable))
+        for trainable, layer in layers.unrolled(trace.trainables, lambda trainable: trainable.layer)
+    ]
+    holder = torch.nn.Module()
+    holder.list = torch.nn.ParameterList([parameter for *_, parameter in parameters])
+    wide = [parameter for _, trainable, parameter in parameters if trainable.wide]
+    optimizer = with_later_states(make_optimizer(setup.optimizer, holder.parameters(), wide=wide))
+    scaler = make_scaler(setup, "meta")
+    tracker = shards.tracker("meta", temporaries=temporaries())
+    steps: list[OptimizerStep] = []
+    owners: dict[int, tuple[str, str]] = {}
+    for parameter in holder.parameters():
+        tracker.track(parameter, "load")
+    for number in range(count):
+        gradients = {tracker.seen(storage): key for key, storage in _give_gradients(parameters).items()}
+        tracker.mark("step", None)
+        first = len(tracker.events)
+        tracker.log = trace.operators if number == count - 1 else None
+        if tracker.log is not None:
+            tracker.log.begin_full_step(layers)
+        with shards.stepping(), quick_checks(), tracker:
+            optimizer_phase(holder, optimizer, scaler, "meta", clips=setup.trainer.clips_gradients)
+        claim_optimizer_state(tracker, optimizer, owners)
+        steps.append(OptimizerStep(tracker.events[first:], tracker.origins, owners, gradients))
+    tracker.close()
+    return steps
 
-    def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Whole) -> None:
-        self.setup = setup
-        self.shards = shards
-        self.operators, self.layers = trace.operators, layers
-        self.parameters = [
-            (layer, trainable, shards.parameter(trainable))
-            for trainable, layer in layers.unrolled(trace.trainables, lambda trainable: trainable.layer)
-        ]
 
-    def _gradients(self) -> dict[tuple[str, int | None], torch.Tensor]:
-        """Gives every parameter its gradient; one tensor for each storage, by the name that the run knows it by."""
-        members: dict[tuple[str, int | None], list[torch.nn.Parameter]] = {}
-        gradients = {}
-        for layer, trainable, parameter in self.parameters:
-            if trainable.has_gradient and trainable.gradient is None:
-                members.setdefault((trainable.gradient_of, layer), []).append(parameter)
-            elif trainable.gradient is not None:
-                from torch.distributed.tensor import DTensor
+def _give_gradients(
+    parameters: Iterable[tuple[int | None, Trainable, torch.nn.Parameter]],
+) -> dict[tuple[str, int | None], torch.Tensor]:
+    """Gives every parameter its gradient; one tensor for each storage, by the name that the run knows it by."""
+    members: dict[tuple[str, int | None], list[torch.nn.Parameter]] = {}
+    gradients = {}
+    for layer, trainable, parameter in parameters:
+        if trainable.has_gradient and trainable.gradient is None:
+            members.setdefault((trainable.gradient_of, layer), []).append(parameter)
+        elif trainable.gradient is not None:
+            from torch.distributed.tensor import DTensor
 
-                shape, placements = trainable.gradient
-                storage = torch.empty(shape, dtype=trainable.dtype, device="meta")
-                parameter.grad = DTensor.from_local(
-                    storage,
-                    trainable.mesh,
-                    placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-                gradients[trainable.gradient_of, layer] = storage
-        for key, parameters in members.items():
-            flat = torch.empty(sum(member.numel() for member in parameters), dtype=parameters[0].dtype, device="meta")
-            offset = 0
-            for member in parameters:
-                member.grad = flat[offset : offset + member.numel()].view(member.shape)
-                offset += member.numel()
-            gradients[key] = flat
-        return gradients
-
-    def steps(self, count: int) -> list[StepEvents]:
-        """Events of each of `count` optimizer steps; numbers are shared between the steps."""
-        holder = torch.nn.Module()
-        holder.list = torch.nn.ParameterList([entry[-1] for entry in self.parameters])
-        wide = [parameter for _, trainable, parameter in self.parameters if trainable.wide]
-        optimizer = with_later_states(make_optimizer(self.setup.optimizer, holder.parameters(), wide=wide))
-        scaler = make_scaler(self.setup, "meta")
-        tracker = self.shards.tracker("meta", temporaries=temporaries())
-        steps: list[StepEvents] = []
-        numbers: dict[int, int] = {}
-        owners: dict[int, tuple[str, str]] = {}
-        for parameter in holder.parameters():
-            tracker.track(parameter, "load")
-        for _ in range(count):
-            gradients = {tracker.seen(storage): key for key, storage in self._gradients().items()}
-            tracker.mark("step", None)
-            first = len(tracker.events)
-            tracker.log = self.operators if self.operators is not None and len(steps) == count - 1 else None
-            if tracker.log is not None:
-                tracker.log.begin_full_step(self.layers)
-            with self.shards.stepping(), quick_checks(), tracker:
-                optimizer_phase(holder, optimizer, scaler, "meta", clips=self.setup.trainer.clips_gradients)
-            claim_optimizer_state(tracker, optimizer, owners)
-            steps.append(StepEvents(tracker.events[first:], tracker.origins, owners, gradients, numbers))
-        tracker.close()
-        return steps
+            shape, placements = trainable.gradient
+            storage = torch.empty(shape, dtype=trainable.dtype, device="meta")
+            whole = {"shape": parameter.shape, "stride": parameter.stride()}
+            parameter.grad = DTensor.from_local(storage, trainable.mesh, placements, run_check=False, **whole)
+            gradients[trainable.gradient_of, layer] = storage
+    for key, group in members.items():
+        storage = torch.empty(sum(member.numel() for member in group), dtype=group[0].dtype, device="meta")
+        for member, part in zip(group, storage.split([member.numel() for member in group]), strict=True):
+            member.grad = part.view(member.shape)
+        gradients[key] = storage
+    return gradients
 
 
 @dataclass(kw_only=True, eq=False)
@@ -138,7 +127,7 @@ class _Segment:
 
     Attributes:
         pattern: what it does to its own allocations, of which `numbers` are the run's.
-        holes: between the pattern's runs, releases of others' storages as (number, `_OTHERS`), and libraries'
+        external: between the pattern's runs, releases of others' storages as (number, `_OTHERS`), and libraries'
             workspaces, which are made once, as (number, `_ONCE`).
         nth: how many segments of the same phase and layer came before in the same pass.
     """
@@ -149,24 +138,24 @@ class _Segment:
     nth: int
     events: list[Event]
     pattern: Pattern
-    holes: list[list[tuple[int, int]]]
+    external: list[list[tuple[int, int]]]
     numbers: list[int]
 
 
-def repeat_layers(trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Whole | None = None) -> Trace:
+def repeat_layers(trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards = ONE_GPU) -> Trace:
     """The trace of the full model from `trace`, whose layers stand for the full model's as `layers` says.
 
     Raises:
         RepetitionError: a reference between layers does not repeat.
     """
-    return _Splicer(trace, layers, setup, shards or Whole()).run()
+    return _LayerRepetition(trace, layers, setup, shards).run()
 
 
-class _Splicer:
-    def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Whole) -> None:
+class _LayerRepetition:
+    def __init__(self, trace: Trace, layers: LayerMap, setup: TrainSetup, shards: Shards) -> None:
         self.trace, self.layers, self.setup, self.shards = trace, layers, setup, shards
         self.segments = _split(trace)
-        self.home = {
+        self.made_in = {
             number: (segment, place) for segment in self.segments for place, number in enumerate(segment.numbers)
         }
         self.duplicates = {
@@ -196,8 +185,9 @@ class _Splicer:
             of_step |= {name: number for number, (category, name) in owned if category == "gradients"}
 
     def run(self) -> Trace:
-        optimizer_run = OptimizerRun(self.trace, self.layers, self.setup, self.shards)
-        steps = zip(optimizer_run.steps(len(self.gradients)), self.gradients, strict=True)
+        steps = optimizer_steps(self.trace, self.layers, self.setup, len(self.gradients), self.shards)
+        numbers: dict[int, int] = {}  # of the optimizer's storages, as they are here
+        step_pairs = zip(steps, self.gradients, strict=True)
         for (phase, _, in_layers), group in groupby(
             self.segments, lambda member: (member.phase, member.occurrence, member.layer is not None)
         ):
@@ -209,7 +199,7 @@ class _Splicer:
                 if phase == "load":
                     self._load(segment)
                 elif phase == "step":
-                    self._step(segment, *next(steps))
+                    self._step(segment, *next(step_pairs), numbers)
                 else:
                     self._emit(segment, None, last=True)
         if self.open:
@@ -243,7 +233,7 @@ class _Splicer:
         single = self.single.get((number, layer))
         if single is not None:
             return single
-        maker, place = self.home[number]
+        maker, place = self.made_in[number]
         if maker.layer is None:
             layer = None
         elif layer is None and len(self.layers.full[maker.layer]) == 1:
@@ -283,16 +273,18 @@ class _Splicer:
         for place in pattern.left:
             if numbers[place] in self.released:
                 self.open[first + place] = numbers[place]
-        holes = [[*self._outside(hole, segment, layer, last=last)] for hole in segment.holes]
-        if numbers or holes:
-            self.events.append(Repetition(pattern, first, holes))
+        external = [[*self._external(group, segment, layer, last=last)] for group in segment.external]
+        if numbers or external:
+            self.events.append(Repetition(pattern, first, external))
 
-    def _outside(
-        self, hole: list[tuple[int, int]], segment: _Segment, layer: int | None, *, last: bool
+    def _external(
+        self, entries: list[tuple[int, int]], segment: _Segment, layer: int | None, *, last: bool
     ) -> Iterator[Event]:
         """What happens to others' storages; `last`: no copy of the segment follows."""
         for_all = layer is None or self._ends_the_graph(segment)
-        for (number, kind), made_by in self._of_every_layer(hole) if for_all else ((entry, None) for entry in hole):
+        for (number, kind), made_by in (
+            self._of_every_layer(entries) if for_all else ((entry, None) for entry in entries)
+        ):
             if made_by is not None:
                 yield self._release(number, made_by)
             elif kind == _ONCE:
@@ -300,22 +292,22 @@ class _Splicer:
                     yield self._allocate(number, None)
             elif (number, layer) in self.single:  # a loaded weight of this layer that another replaces
                 yield self._release(number, layer)
-            elif self.home[number][0].layer is not None:
+            elif self.made_in[number][0].layer is not None:
                 yield from self._of_neighbours(number, segment, layer or 0, last=last)
             elif last:
                 yield self._release(number, None)
 
-    def _of_every_layer(self, hole: Iterable[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], int | None]]:
-        """`hole` with a release of what a layer made as those of all its copies, each with its layer."""
+    def _of_every_layer(self, entries: Iterable[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], int | None]]:
+        """`entries` with a release of what a layer made as those of all its copies, each with its layer."""
 
         def layer_of(entry: tuple[int, int]) -> int | None:
-            return self.home[entry[0]][0].layer if entry[1] == _OTHERS else None
+            return self.made_in[entry[0]][0].layer if entry[1] == _OTHERS else None
 
-        return self.layers.unrolled(hole, layer_of)
+        return self.layers.unrolled(entries, layer_of)
 
     def _of_neighbours(self, number: int, segment: _Segment, layer: int, *, last: bool) -> Iterator[Event]:
         """The end, in a layer, of what another made: the one at the same distance, or far away the only one."""
-        maker, place = self.home[number]
+        maker, place = self.made_in[number]
         assert maker.layer is not None
         assert segment.layer is not None
         distance = maker.layer - segment.layer
@@ -341,7 +333,9 @@ class _Splicer:
         if segment.layer != 0 or segment.phase != "backward":
             return False
         if id(segment) not in self._graph_ends:
-            makers = [self.home[number][0] for hole in segment.holes for number, kind in hole if kind == _OTHERS]
+            makers = [
+                self.made_in[number][0] for group in segment.external for number, kind in group if kind == _OTHERS
+            ]
             self._graph_ends[id(segment)] = any((maker.layer or 0) > 1 for maker in makers)
         return self._graph_ends[id(segment)]
 
@@ -358,7 +352,9 @@ class _Splicer:
             elif isinstance(event, Free):
                 self.events.append(self._release(event.id, None))
 
-    def _step(self, segment: _Segment, optimizer: StepEvents, of_parameter: dict[str, int]) -> None:
+    def _step(
+        self, segment: _Segment, optimizer: OptimizerStep, of_parameter: dict[str, int], numbers: dict[int, int]
+    ) -> None:
         gradients = set(of_parameter.values())
         before: list[int] = []
         after: list[int] = []
@@ -366,23 +362,23 @@ class _Splicer:
         for event in segment.events:
             if isinstance(event, Alloc):
                 place = after
-            elif isinstance(event, Free) and event.id not in gradients and self.home[event.id][0].phase != "step":
+            elif isinstance(event, Free) and event.id not in gradients and self.made_in[event.id][0].phase != "step":
                 place.append(event.id)
         self.events.extend(self._release_all(before))
         for event in optimizer.events:
             if isinstance(event, Alloc):
                 new = self._made(optimizer.origins[event.id], optimizer.owners.get(event.id))
-                optimizer.numbers[event.id] = new
+                numbers[event.id] = new
                 self.events.append(Alloc(new, event.size_bytes))
             elif isinstance(event, Free):
                 if event.id in optimizer.gradients:
                     name, layer = optimizer.gradients[event.id]
-                    maker_layer, run = self.home[of_parameter[name]][0].layer, self.trace.layer_of(name)
+                    maker_layer, run = self.made_in[of_parameter[name]][0].layer, self.trace.layer_of(name)
                     if layer is not None and maker_layer is not None and run is not None:
                         layer += maker_layer - run  # a layer's gradient may be made while its neighbour runs
                     self.events.append(self._release(of_parameter[name], layer))
                 else:
-                    self.events.append(Free(optimizer.numbers.pop(event.id)))
+                    self.events.append(Free(numbers.pop(event.id)))
         self.events.extend(self._release_all(after))
 
     def _release_all(self, numbers: list[int]) -> Iterator[Event]:
@@ -410,7 +406,7 @@ def _split(trace: Trace) -> list[_Segment]:
 
 def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: int, events: list[Event]) -> _Segment:
     runs: list[list[Step]] = [[]]
-    holes: list[list[tuple[int, int]]] = []
+    external: list[list[tuple[int, int]]] = []
     numbers: list[int] = []
     places: dict[int, int] = {}
     for event in events:
@@ -418,10 +414,10 @@ def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: 
             continue
         allocates = isinstance(event, Alloc)
         if (allocates and trace.origins[event.id].op.startswith(WORKSPACE)) or not (allocates or event.id in places):
-            if runs[-1] or not holes:
-                holes.append([])
+            if runs[-1] or not external:
+                external.append([])
                 runs.append([])
-            holes[-1].append((event.id, _ONCE if allocates else _OTHERS))
+            external[-1].append((event.id, _ONCE if allocates else _OTHERS))
         elif isinstance(event, Alloc):
             places[event.id] = len(numbers)
             runs[-1].append((len(numbers), event.size_bytes))
@@ -438,6 +434,6 @@ def _segment(trace: Trace, phase: str, layer: int | None, occurrence: int, nth: 
         nth=nth,
         events=events,
         pattern=Pattern(runs=runs, sizes=sizes, left=left, origins=origins, owners=owners),
-        holes=holes,
+        external=external,
         numbers=numbers,
     )

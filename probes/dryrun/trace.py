@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from probes.stack.optimizers import optimizer_of, wide_parameters, with_later_st
 from probes.stack.parallelize import ring_group
 from probes.stack.quantize import quantized_tensors
 from probes.stack.step import Mark, Trainer, inner_model, make_trainer, step_optimizer, train_step
+
+if TYPE_CHECKING:
+    from probes.dryrun.rank import JobWorld
 
 STEPS = 2
 """The optimizer's state appears in the first step; the second shows the peak of every later one."""
@@ -69,7 +72,7 @@ class Trace:
     """What one run did to memory.
 
     Attributes:
-        events: what happened, in order; `origins` says of what belongs to no stretch where it came from.
+        events: what happened, in order; `origins` says of what belongs to no repetition where it came from.
         owners: category and name of storages that are known by name (weights, adapters, gradients, optimizer state).
         num_layers: depth that was run.
         parameter_bytes: bytes of the module tree's parameters (quantized statistics not counted).
@@ -103,19 +106,6 @@ class Trace:
         return _layer_in(name.removeprefix(REFERENCE), self.layer_prefix)
 
 
-class World(Protocol):
-    """A job on several GPUs, as one of its ranks meets it."""
-
-    tracker: type[Tracker]
-
-    def prepared(self, tracker: Tracker, model: Any, reference: Any) -> AbstractContextManager[tuple[Any, Owners]]:
-        """The model wrapped for the job and loaded, and the frozen copy that its objective asks, with the owners of
-        what was loaded; followed until its end."""
-
-    def repeat_layers(self, trace: "Trace", layers: Any) -> "Trace":
-        """As `probes.dryrun.repeat_layers.repeat_layers`, with what grows otherwise than by layers."""
-
-
 def resolve_attention(config: Any, setup: TrainSetup) -> tuple[str, tuple[str, ...]]:
     """transformers' implementation name for a model class, with a note where the one asked for does not exist.
 
@@ -141,7 +131,7 @@ def trace_run(
     steps: int = STEPS,
     workspaces: bool = True,
     num_layers: int = 0,
-    world: World | None = None,
+    world: "JobWorld | None" = None,
     tracker_class: type[Tracker] = Tracker,
 ) -> Trace:
     """Runs loading and `steps` optimizer steps of `setup` on the model of `config` and records every allocation.

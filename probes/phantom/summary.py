@@ -133,7 +133,7 @@ def _module(phantom: Phantom, number: int, origin: Origin) -> str:
 
 
 def _timeline(phantom: Phantom, totals: list[int]) -> tuple[tuple[float, int, str], ...]:
-    """In each of some hundred stretches of the run its highest moment."""
+    """In each of some hundred equal parts of the run its highest moment."""
     width = max(1, len(totals) // _POINTS)
     points: list[tuple[float, int, str]] = []
     phase = "load"

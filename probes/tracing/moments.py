@@ -24,8 +24,8 @@ Place = tuple[int, int]
 PhaseOf = tuple[str, int]
 """Its phase, and which micro-batch of the step it falls in (0: loading)."""
 Name = tuple[int, bool, int, int, int]
-"""A place at any depth: section of the trace, whether counted from its end, item, part of the item (holes between the
-pattern's runs count too), event."""
+"""A place at any depth: section of the trace, whether counted from its end, item, part of the item (what lies between
+the pattern's runs counts too), event."""
 END: tuple[PhaseOf, Name] = ("step", 1), (0, False, 0, 0, 0)
 """What is left when the optimizer's step begins."""
 Class = tuple[Terms, bool]
@@ -197,12 +197,12 @@ class _Walk:
                 pattern, number = item.pattern, 0
                 for place in pattern.left:
                     alive[item.first + place] = pattern.sizes[place]
-                for part, hole in zip_longest(self._parts(pattern), item.holes):
+                for part, external in zip_longest(self._parts(pattern), item.external):
                     if part is not None and part.num_events:
                         reach(total + part.highest, index, part.event + number)
                         total = total + part.after
                         number += part.num_events
-                    for event in hole or ():
+                    for event in external or ():
                         single(event, index, number)
                         number += 1
             elif isinstance(item, Phase):
@@ -261,10 +261,10 @@ class _Walk:
 
 
 def _lengths(item: Event | Repetition) -> list[int]:
-    """How many events the runs of an item's pattern and the holes between them have, in turn."""
+    """How many events the runs of an item's pattern, and what lies between them, have, in turn."""
     if not isinstance(item, Repetition):
         return [1]
-    pairs = zip_longest(item.pattern.runs, item.holes, fillvalue=())
+    pairs = zip_longest(item.pattern.runs, item.external, fillvalue=())
     return [len(events) for pair in pairs for events in pair]
 
 

@@ -34,7 +34,7 @@ from planner.speed.step_program import (
 from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.operators import OperatorLog, full_program
-from probes.dryrun.repeat_layers import OptimizerRun, Whole
+from probes.dryrun.repeat_layers import optimizer_steps
 from probes.dryrun.startup import collection_paused, load_libraries
 from probes.dryrun.trace import Trace, trace_run
 from probes.stack.configs import load_config
@@ -321,7 +321,7 @@ class ProgramBuilder:
 
     def _step(self, trace: Trace, layers: LayerMap, setup: TrainSetup) -> Counts:
         log = OperatorLog()
-        OptimizerRun(replace(trace, operators=log), layers, setup, Whole()).steps(2)
+        optimizer_steps(replace(trace, operators=log), layers, setup, 2)
         program = Program(
             operators=log.operators, segments=[Segment(phase="step", calls=log.calls)], micro_batch=[], step=[0],
             added={}, num_modules=0,

@@ -49,8 +49,8 @@ def _reduced(trace: Trace, items: list[Item]) -> list[Item]:
     gone, last = _gradients(trace, items), items[-1]
     if not isinstance(last, Repetition):
         return [*items, *gone]
-    holes = [*last.holes, *[()] * (len(last.pattern.runs) - len(last.holes))]
-    return [*items[:-1], last._replace(holes=[*holes[:-1], [*holes[-1], *gone]])]
+    external = [*last.external, *[()] * (len(last.pattern.runs) - len(last.external))]
+    return [*items[:-1], last._replace(external=[*external[:-1], [*external[-1], *gone]])]
 
 
 def _gradients(trace: Trace, items: Iterable[Item]) -> list[Event]:
