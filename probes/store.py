@@ -8,28 +8,108 @@ backwards, so `recorded_at` is for people only, and of several records under one
 
 import errno
 import hashlib
+import json
 import os
 import shlex
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from planner.core.errors import ConfigError, EnvironmentProblem, UsageError
+from planner.core.inputs import number, parse_json
 from planner.core.locks import NO_LINK, OPEN_FLAGS, lock, unlock
 from planner.core.outputs import private_directory, write_whole
-from planner.setup.codec import BadOutcome
+from planner.setup.codec import BadOutcome, Outcome, evidence_to_dict, outcome_from_dict
 from planner.setup.outcome import FailureKind, Measurement
-from probes.records import Record, decode_line, encode_line
 
 MAX_STORE_BYTES = 256 * 1024 * 1024
 """Read at a time: some 80,000 outcomes; a larger file is something else."""
 WHICH_STORE = "name another file with --store; `plan store show` names the usual one"
 MAX_CRASHES_BEFORE_FINAL = 2
 """A crash or a timeout may be bad luck: it is tried again until it happened this often under the same key."""
+
+
+RECORD_SCHEMA = 1
+_TEXTS = ("key", "model_id", "config_digest", "recorded_at")
+_OBJECTS = ("setup", "request")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One stored outcome.
+
+    Attributes:
+        key: fingerprint of model shape, setup and environment.
+        request: the request's JSON without the model's configuration (its digest stands for it).
+        recorded_at: ISO time of the writer's clock, informational.
+    """
+
+    key: str
+    model_id: str
+    config_digest: str
+    setup: Mapping[str, Any]
+    request: Mapping[str, Any] = field(repr=False)
+    outcome: Outcome
+    recorded_at: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON values."""
+        texts = {name: getattr(self, name) for name in _TEXTS}
+        objects = {name: dict(getattr(self, name)) for name in _OBJECTS}
+        return {"schema": RECORD_SCHEMA, **texts, **objects, "outcome": evidence_to_dict(self.outcome)}
+
+
+def record_from_dict(values: Mapping[str, Any]) -> Record:
+    """The record that `Record.to_dict` wrote.
+
+    Raises:
+        BadOutcome: another schema, or a field that is missing or of the wrong type.
+    """
+    if not isinstance(values, Mapping):
+        raise BadOutcome(f"a record must be an object, got {type(values).__name__}")
+    if values.get("schema") != RECORD_SCHEMA:
+        raise BadOutcome(f"record schema must be {RECORD_SCHEMA}, got {values.get('schema')!r}")
+    try:
+        limits = values["request"].get("limits", {})
+        number(limits.get("time_s", 0.0), "request.limits.time_s")
+        texts: dict[str, Any] = {name: str(values[name]) for name in _TEXTS}
+        objects: dict[str, Any] = {name: dict(values[name]) for name in _OBJECTS}
+        return Record(**texts, **objects, outcome=outcome_from_dict(values["outcome"]))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadOutcome(f"record cannot be read: {type(error).__name__}: {error}") from error
+
+
+def encode_line(record: Record) -> bytes:
+    """The record as one line with its checksum."""
+    body = json.dumps(record.to_dict(), sort_keys=True, separators=(",", ":"))
+    return f'{{"sha256":"{_checksum(body)}","record":{body}}}\n'.encode()
+
+
+def decode_line(line: bytes) -> Record:
+    """The record of one line.
+
+    Raises:
+        BadOutcome: not JSON, a wrong checksum, another schema.
+    """
+    try:
+        values = parse_json(line, "line")
+        body = json.dumps(values["record"], sort_keys=True, separators=(",", ":"))
+        expected = values["sha256"]
+    except (ConfigError, ValueError, KeyError, TypeError) as error:
+        raise BadOutcome(f"line is not a stored record: {error}") from error
+    if _checksum(body) != expected:
+        raise BadOutcome("checksum does not match")
+    return record_from_dict(values["record"])
+
+
+def _checksum(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
 class StoreWarning(UserWarning):

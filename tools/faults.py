@@ -138,11 +138,11 @@ def probe() -> int:
     from planner.setup.codec import Outcome
     from planner.setup.interchange import setup_to_dict
     from planner.setup.outcome import Measurement
-    from probes.gpu import child, worker
+    from probes.gpu import worker
     from probes.gpu.environment import read_environment
-    from probes.gpu.request import ProbeRequest
+    from probes.gpu.request import ProbeRequest, StatusPipe
 
-    def answer(request: ProbeRequest, status: child.StatusPipe) -> Outcome:
+    def answer(request: ProbeRequest, status: StatusPipe) -> Outcome:
         setup = request.setup
         text = json.dumps(setup_to_dict(setup), sort_keys=True)
         note("start", text)

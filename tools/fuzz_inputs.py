@@ -228,7 +228,7 @@ class Seeds:
     def _record(self) -> dict[str, Any]:
         from planner.setup.interchange import setup_from_dict, setup_to_dict
         from planner.setup.outcome import Environment, Fidelity, Measurement
-        from probes.records import Record
+        from probes.store import Record
 
         environment = Environment(
             gpu_name="NVIDIA GeForce RTX 4090", gpu_key=GPU, driver="570", cuda="12.8", python="3.11", platform="Linux",
@@ -261,7 +261,7 @@ seeds = cache(Seeds)
 
 def store_line(record: Any) -> bytes:
     """A line whose checksum is right, whatever the record says."""
-    from probes.records import _checksum
+    from probes.store import _checksum
 
     body = json.dumps(record, sort_keys=True, separators=(",", ":"))
     return f'{{"sha256":"{_checksum(body)}","record":{body}}}\n'.encode()

@@ -24,7 +24,7 @@ from planner.setup.interchange import setup_from_dict
 from planner.setup.outcome import Candidate, Measurement
 
 if TYPE_CHECKING:
-    from probes.records import Record
+    from probes.store import Record
     from search.corrections import Observation
 
 FASTER_BY = 1.01

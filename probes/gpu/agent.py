@@ -15,8 +15,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from probes.gpu.child import StatusPipe
 from probes.gpu.device import lease_all
+from probes.gpu.request import StatusPipe
 from probes.gpu.worker import EXIT_RANK_FAILED, begin, leave
 
 STATUS_FD = 0

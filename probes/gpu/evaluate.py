@@ -18,8 +18,7 @@ from planner.setup.outcome import Environment, FailureKind, Fidelity, ProbeFailu
 from probes.fingerprint import conditions_digest, config_digest, fingerprint
 from probes.gpu.executors import Executor
 from probes.gpu.request import Limits, ProbeRequest
-from probes.records import Record
-from probes.store import Store, now_text
+from probes.store import Record, Store, now_text
 
 
 @dataclass(kw_only=True)

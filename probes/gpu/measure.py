@@ -18,16 +18,15 @@ import torch
 from planner.core.units import MIB, gib, percent
 from planner.planning.evidence.bands import NO_SHARE, trainer_share
 from planner.setup.outcome import Measurement
-from probes.gpu.child import StatusPipe, limit_cpu_memory
 from probes.gpu.depth import Depths, choose_depths, growth_asked_for
-from probes.gpu.device import DeviceLease, clean_lease, lease_device
+from probes.gpu.device import DeviceLease, clean_lease, lease_device, limit_cpu_memory
 from probes.gpu.environment import read_environment
 from probes.gpu.failures import MachineFault, UnsupportedProbe
 from probes.gpu.meters import attention_backend
 from probes.gpu.microbench import free_copy_rate
 from probes.gpu.process_group import process_group_of
 from probes.gpu.ranks import RankInfo, rank_info_of
-from probes.gpu.request import ProbeRequest
+from probes.gpu.request import ProbeRequest, StatusPipe
 from probes.gpu.run import DepthRunner, attention_name
 from probes.gpu.timing import DepthRun, extend, miss_fraction
 from probes.gpu.topology import topology

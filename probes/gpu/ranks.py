@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.core.install import packages_command
 from planner.setup import TrainSetup
@@ -60,8 +60,7 @@ def rank_info_of(environ: Mapping[str, str] = os.environ) -> RankInfo:
     return RankInfo(rank=rank, size=int(environ["WORLD_SIZE"]), local_rank=int(environ.get("LOCAL_RANK", rank)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankFailure:
+class RankFailure(NamedTuple):
     """What a rank said about its own end."""
 
     rank: int
@@ -96,9 +95,7 @@ class RankReport:
             self.progress[int(rank)] = str(event["progress"])
         if "failure" in event:
             failure = event["failure"]
-            self.failures.append(
-                RankFailure(rank=int(rank), kind=FailureKind(failure["kind"]), message=str(failure["message"]))
-            )
+            self.failures.append(RankFailure(int(rank), FailureKind(failure["kind"]), str(failure["message"])))
         if "exit" in event:
             self.exits[int(rank)] = int(event["exit"])
 

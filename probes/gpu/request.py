@@ -1,8 +1,11 @@
-"""`ProbeRequest`: what one probe is asked to run, as one JSON file; `ProbePaths`: where its files lie.
+"""`ProbeRequest`: what one probe is asked to run, as one JSON file; `ProbePaths`: where its files lie;
+`StatusPipe`: what its processes tell the runner.
 
 The same JSON runs in a child process of this machine or, through `probes.gpu.executors`, on a cluster node.
 """
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,3 +139,40 @@ class ProbePaths:
         self.request = directory / "request.json"
         self.result = directory / "result.json"
         self.log = directory / "log.txt"
+
+
+class StatusPipe:
+    """One JSON line per event to the runner; silent when nobody listens.
+
+    Args:
+        rank: of the job's process that speaks; None where there is but one.
+    """
+
+    def __init__(self, descriptor: int | None, rank: int | None = None) -> None:
+        self._descriptor = descriptor
+        self._rank = rank
+
+    def send(self, kind: str, value: object) -> bool:
+        """Whether the line was delivered."""
+        if self._descriptor is None:
+            return False
+        event = {kind: value} if self._rank is None else {kind: value, "rank": self._rank}
+        line = (json.dumps(event, separators=(",", ":")) + "\n").encode()
+        try:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+        except OSError:
+            return False
+        return True
+
+    def progress(self, text: str) -> None:
+        """What is being done now, for a person's progress bar."""
+        self.send("progress", text)
+
+    def starting(self, begins: bool) -> None:
+        """What every probe needs before its own work begins or ends: imports, the device. It has a limit of its own."""
+        self.send("starting", begins)
+
+    def waiting(self, begins: bool) -> None:
+        """Waiting for another probe's device begins or ends; the runner's clock stands still meanwhile."""
+        self.send("waiting", begins)

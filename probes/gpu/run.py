@@ -16,14 +16,13 @@ from planner.hardware.gpus import find_gpu
 from planner.memory.states import paged_bytes
 from planner.memory.workspace import CONTEXT_BYTES, context_bytes
 from planner.options.optimizers import OPTIMIZERS
-from probes.gpu.child import StatusPipe
 from probes.gpu.depth import reserved_gap, segments_grow
 from probes.gpu.device import DeviceLease
 from probes.gpu.failures import UnsupportedProbe, building
 from probes.gpu.meters import CpuMeter, CudaMeter, Meter, kernels_of_step
 from probes.gpu.process_group import ProcessGroup
-from probes.gpu.request import WARMUP_STEPS, ProbeRequest
-from probes.gpu.timing import DepthRun, Extended, timed_until_settled
+from probes.gpu.request import WARMUP_STEPS, ProbeRequest, StatusPipe
+from probes.gpu.timing import DepthRun, timed_until_settled
 from probes.stack.batch import make_batch
 from probes.stack.build import build_model, build_reference
 from probes.stack.configs import load_config
@@ -74,7 +73,7 @@ class DepthRunner:
         run = self._run(depth, meter, timed=timed)
         return replace(run, flags=(*run.flags, *self._clean()))  # after an exception the process ends anyway
 
-    def whole(self, depth: int, extended: Extended) -> DepthRun | None:
+    def whole(self, depth: int, extended: DepthRun) -> DepthRun | None:
         """The memory of the full depth, run without timing where it will fit; None on the CPU (whose reserved memory is
         what is allocated), for a job of several ranks, and where it may not fit."""
         if self.request.device == "cpu" or self.process_group.rank_info.size > 1:
@@ -89,7 +88,7 @@ class DepthRunner:
             return None
         return self.run(depth, timed=False)
 
-    def reserved(self, extended: Extended, depth: int | None, grown: bool | None) -> tuple[int, str]:
+    def reserved(self, extended: DepthRun, depth: int | None, grown: bool | None) -> tuple[int, str]:
         """(reserved peak at `depth` layers (None: all), how it was found): live tensors by the line, what the allocator
         holds beyond them by replaying the dry run there, with segments that grow where they were seen to."""
         if self.request.device == "cpu" or self.process_group.rank_info.size > 1:

@@ -53,20 +53,29 @@ def timed_until_settled(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """Of one depth.
+class DepthRun:
+    """What one depth showed, or (`extend`) would show.
 
     Attributes:
         phase_peaks_bytes: allocated peak of each phase.
         reserved_bytes: peak held by the caching allocator (equals allocated on the CPU, which has none).
         context_bytes: device memory in use beyond what the allocator holds.
         step_times_s: empty where only memory was asked for.
+        grown: whether the allocator's segments grow; None where that is not known.
+        layer_s: of an extension, seconds of a layer.
     """
 
+    depth: int
     phase_peaks_bytes: Mapping[str, int]
     reserved_bytes: int
     context_bytes: int
     step_times_s: tuple[float, ...] = ()
+    settled: bool = True
+    flags: tuple[str, ...] = ()
+    nvml: bool = False
+    kernels: tuple[str, ...] = ()
+    grown: bool | None = None
+    layer_s: float = 0.0
 
     @property
     def allocated_bytes(self) -> int:
@@ -74,30 +83,7 @@ class Figures:
         return max(self.phase_peaks_bytes.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class DepthRun(Figures):
-    """What one depth showed.
-
-    Attributes:
-        grown: whether the allocator's segments grow; None where that is not known.
-    """
-
-    depth: int
-    settled: bool = True
-    flags: tuple[str, ...] = ()
-    nvml: bool = False
-    kernels: tuple[str, ...] = ()
-    grown: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extended(Figures):
-    """Figures at full depth."""
-
-    layer_s: float
-
-
-def extend(short: DepthRun, long: DepthRun, depth: int) -> Extended:
+def extend(short: DepthRun, long: DepthRun, depth: int) -> DepthRun:
     """The straight line through two depths at a third one: every phase by itself, then the largest.
 
     Both memory and time are affine in the number of identical layers. Step times keep the scatter of the longer run and
@@ -122,7 +108,8 @@ def extend(short: DepthRun, long: DepthRun, depth: int) -> Extended:
         layer_s = (median(long.step_times_s) - median(short.step_times_s)) / (long.depth - short.depth)
         shift = max(layer_s, 0.0) * (depth - long.depth)
         times = tuple(time_s + shift for time_s in long.step_times_s)
-    return Extended(
+    return DepthRun(
+        depth=depth,
         phase_peaks_bytes=phases,
         reserved_bytes=reserved,
         context_bytes=max(short.context_bytes, long.context_bytes),

@@ -26,10 +26,9 @@ from pathlib import Path
 from planner.core.outputs import write_whole
 from planner.setup.codec import Outcome, evidence_to_dict
 from planner.setup.outcome import ProbeFailure
-from probes.gpu.child import StatusPipe
 from probes.gpu.failures import MachineFault, classify_exception, one_line
 from probes.gpu.ranks import rank_info_of
-from probes.gpu.request import ProbeRequest
+from probes.gpu.request import ProbeRequest, StatusPipe
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_NO_RESULT = 71  # the result could be delivered nowhere

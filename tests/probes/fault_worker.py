@@ -12,10 +12,9 @@ from pathlib import Path
 
 from planner.setup.codec import Outcome
 from planner.setup.outcome import Environment, Measurement
-from probes.gpu import child, worker
-from probes.gpu.child import StatusPipe
+from probes.gpu import device, worker
 from probes.gpu.failures import MachineFault
-from probes.gpu.request import ProbeRequest
+from probes.gpu.request import ProbeRequest, StatusPipe
 
 
 def measured(request: ProbeRequest, step_s: float = 0.5) -> Measurement:
@@ -63,7 +62,7 @@ def fail_as(fault: str) -> None:
     elif fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "memory":
-        child.limit_cpu_memory(64 << 20)
+        device.limit_cpu_memory(64 << 20)
         len(bytearray(512 << 20))
     elif fault == "bitsandbytes-oom":
         print("Error out of memory at line 12 in file ops.cu", flush=True)
@@ -112,7 +111,7 @@ def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:
         grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(request.config["pid_file"]).write_text(str(grandchild.pid))
     elif fault == "crash-after-result":
-        worker.deliver(measured(request), Path(sys.argv[2]), child.StatusPipe(None))
+        worker.deliver(measured(request), Path(sys.argv[2]), StatusPipe(None))
         os.abort()
     elif fault == "garbage":
         Path(sys.argv[2]).write_text("{half a resu")

@@ -12,9 +12,8 @@ from fault_worker import fail_as, measured
 
 from planner.setup.codec import Outcome
 from probes.gpu import worker
-from probes.gpu.child import StatusPipe
 from probes.gpu.ranks import rank_info_of
-from probes.gpu.request import ProbeRequest
+from probes.gpu.request import ProbeRequest, StatusPipe
 
 
 def misbehave(request: ProbeRequest, status: StatusPipe) -> Outcome:

@@ -15,11 +15,10 @@ from planner.setup import TrainSetup
 from planner.setup.memory_terms import PHASES
 from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.gpu import microbench
-from probes.gpu.child import StatusPipe
 from probes.gpu.depth import choose_depths
 from probes.gpu.measure import measure
 from probes.gpu.meters import CpuMeter
-from probes.gpu.request import Limits, ProbeRequest
+from probes.gpu.request import Limits, ProbeRequest, StatusPipe
 from probes.gpu.runner import run_probe
 from probes.gpu.timing import DepthRun, extend, miss_fraction, settled, timed_until_settled
 from tests.whole import WHOLE, some, these

@@ -15,12 +15,11 @@ from planner.setup.outcome import SPEED_SPOILING_FLAGS, Prediction
 from probes.dryrun.api import report_for_config
 from probes.gpu import measure as measuring
 from probes.gpu import run as measure_run
-from probes.gpu.child import StatusPipe
 from probes.gpu.depth import Depths, reserved_gap, segments_grow
 from probes.gpu.device import DeviceLease
 from probes.gpu.process_group import process_group_of
 from probes.gpu.ranks import RankInfo
-from probes.gpu.request import ProbeRequest
+from probes.gpu.request import ProbeRequest, StatusPipe
 from probes.gpu.timing import DepthRun, extend
 from probes.stack.configs import load_config, truncated_config
 

@@ -17,7 +17,7 @@ from planner.core.children import ROOT, child_environment
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_to_dict
 from probes.gpu.request import ProbeRequest
-from probes.records import Record
+from probes.store import Record
 
 HIDDEN = """
 import os, signal, sys

@@ -31,8 +31,7 @@ from probes.fingerprint import conditions_digest, fingerprint
 from probes.gpu.environment import read_environment
 from probes.gpu.evaluate import record_of
 from probes.gpu.request import Limits, ProbeRequest
-from probes.records import Record, decode_line, encode_line
-from probes.store import Store, StoreWarning
+from probes.store import Record, Store, StoreWarning, decode_line, encode_line
 
 TESTS = Path(__file__).parent
 

@@ -18,11 +18,10 @@ from planner.setup import TrainSetup
 from planner.setup.codec import evidence_to_dict, outcome_from_dict
 from planner.setup.outcome import FailureKind, Measurement, ProbeFailure
 from probes.gpu import runner, watch
-from probes.gpu.child import StatusPipe
 from probes.gpu.failures import UnsupportedProbe
 from probes.gpu.measure import measure
 from probes.gpu.process_group import collective_timeout_s, merge
-from probes.gpu.request import Limits, ProbeRequest
+from probes.gpu.request import Limits, ProbeRequest, StatusPipe
 from probes.stack.zero import num_trained, zero_config
 from tests.whole import WHOLE
 

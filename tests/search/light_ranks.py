@@ -39,12 +39,12 @@ def rank() -> int:
     from search_cases import measurement
 
     from planner.setup.codec import Outcome
-    from probes.gpu import child, worker
+    from probes.gpu import worker
     from probes.gpu.ranks import rank_info_of
-    from probes.gpu.request import ProbeRequest
+    from probes.gpu.request import ProbeRequest, StatusPipe
     from search.dimensions import key_of
 
-    def answer(request: ProbeRequest, status: child.StatusPipe) -> Outcome:
+    def answer(request: ProbeRequest, status: StatusPipe) -> Outcome:
         folder, setup = Path(os.environ[FOLDER]), request.setup
         log = folder / "log"
         outcome = measurement(setup, 1000.0 * setup.micro_batch_seqs, 2**30)
