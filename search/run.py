@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -106,26 +106,23 @@ def search(
         close_storage(opened)
 
 
+@dataclass
 class _Worker:
     """The state of one call of `search`."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        margin: float,
-        posterior: Posterior,
-        budget: Budget,
-        evaluate: Evaluate,
-        check: Check | None,
-    ) -> None:
-        self._problem, self._evaluate, self._check = problem, evaluate, check
-        self._margin, self.posterior = margin, posterior
-        self._budget = budget
-        self._started = time.monotonic() if budget.since_s is None else budget.since_s
-        self._observed: set[int] = set()
-        self._converged: tuple[int, str] = (-1, "")
-        self._excluded: list[tuple[Candidate, str]] = []
-        self._reason = ""
+    _problem: Problem
+    _margin: float
+    posterior: Posterior
+    _budget: Budget
+    _evaluate: Evaluate
+    _check: Check | None
+    _observed: set[int] = field(default_factory=set)
+    _converged: tuple[int, str] = (-1, "")
+    _excluded: list[tuple[Candidate, str]] = field(default_factory=list)
+    _reason: str = ""
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic() if self._budget.since_s is None else self._budget.since_s
 
     def begin(self, study: Study, plan: TrainSetup | None) -> None:
         """Records what the formula excludes, and enqueues the plan (else the best-ranked survivor), once per study."""

@@ -2,8 +2,6 @@
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, zip_longest
 
@@ -11,14 +9,6 @@ from probes.allocator.events import Alloc, Event, Free, Pattern, Phase, Repetiti
 from probes.dryrun.report import Group
 from probes.dryrun.trace import Trace
 from probes.dryrun.tracker import Origin
-
-
-@dataclass(frozen=True, kw_only=True)
-class SegmentPeak:
-    """The highest allocated bytes inside one phase, and what they were."""
-
-    size_bytes: int
-    groups: Mapping[Group, int]
 
 
 def group_of(origin: Origin, owner: tuple[str, str] | None) -> Group:
@@ -141,11 +131,11 @@ def curve_of(trace: Trace) -> Curve:
     return curve
 
 
-def phase_peaks(trace: Trace, curve: Curve | None = None) -> dict[str, SegmentPeak]:
-    """The highest allocated bytes inside each phase over the whole run, with what was alive then."""
-    best = (curve or curve_of(trace)).best
+def phase_peaks(trace: Trace, curve: Curve) -> dict[str, dict[Group, int]]:
+    """Bytes of what is alive where each phase over the whole run has the most allocated."""
+    best = curve.best
     indices = deque(sorted({index for _, index in best.values()}))
-    peaks: dict[int, SegmentPeak] = {}
+    peaks: dict[int, dict[Group, int]] = {}
     alive, index = Alive(trace), 0  # of the next event
     for item in trace.events:
         if not indices:
@@ -161,8 +151,7 @@ def phase_peaks(trace: Trace, curve: Curve | None = None) -> dict[str, SegmentPe
                 sums: dict[Group, int] = defaultdict(int)
                 for group, size in alive.storages.values():
                     sums[group] += rounded(size)
-                by_group = {group: size for group, size in sums.items() if size}
-                peaks[indices.popleft()] = SegmentPeak(size_bytes=sum(by_group.values()), groups=by_group)
+                peaks[indices.popleft()] = {group: size for group, size in sums.items() if size}
             index += 1
     return {phase: peaks[index] for phase, (_, index) in best.items()}
 

@@ -69,9 +69,25 @@ def dry_run_report(
         cluster: the machines of several GPUs, None: those that their number suggests.
     """
 
-    def run(of: TrainSetup) -> DryRunReport | ProbeFailure:
-        options = {"full_depth": full_depth, "use_cache": use_cache, "planned": planned}
-        return _report(model, gpu, of, cluster=cluster, **options)
+    def run(setup: TrainSetup) -> DryRunReport | ProbeFailure:
+        options: dict[str, Any] = {"full_depth": full_depth}
+        kernels = attention_kernels(model, gpu, setup) if setup.pads else frozenset()
+        if setup.attention == "sdpa" and kernels and "efficient" not in kernels:  # a full batch takes the most
+            setup = setup.replace_trusted(uneven=False)
+        outcome = _cached_report(model, gpu, setup, options, use_cache)
+        if isinstance(outcome, ProbeFailure):
+            return outcome
+        overhead = overhead_bytes(gpu, setup)
+        limit = gpu.memory_bytes - overhead - resident_vllm(gpu, setup)
+        if outcome.prediction.peak_allocated_bytes <= limit < outcome.prediction.peak_reserved_bytes:
+            limited = _cached_report(model, gpu, setup, {**options, "limit_bytes": limit}, use_cache)
+            outcome = outcome if isinstance(limited, ProbeFailure) else limited
+        prediction = outcome.prediction
+        if setup.objective_spec.rolls_out and setup.rollout_settings.colocated:
+            prediction = _beside_vllm(prediction, model, gpu, setup)
+        prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + overhead)
+        prediction = with_run_speed(prediction, outcome.program, model, gpu, setup, cluster)
+        return replace(outcome, prediction=with_evidence(prediction, gpu, setup, planned=planned))
 
     setup = in_one_memory(gpu, setup)
     short = shorter(model, setup) if unknown_mixers(model) and not full_depth else ()
@@ -84,36 +100,6 @@ def dry_run_report(
             return report
         reports.append(report)
     return carried(reports, short, setup)
-
-
-def _report(
-    model: ModelSpec,
-    gpu: GpuSpec,
-    setup: TrainSetup,
-    *,
-    full_depth: bool,
-    use_cache: bool,
-    planned: bool,
-    cluster: Cluster | None,
-) -> DryRunReport | ProbeFailure:
-    options: dict[str, Any] = {"full_depth": full_depth}
-    kernels = attention_kernels(model, gpu, setup) if setup.pads else frozenset()
-    if setup.attention == "sdpa" and kernels and "efficient" not in kernels:  # a full batch takes the most
-        setup = setup.replace_trusted(uneven=False)
-    outcome = _cached_report(model, gpu, setup, options, use_cache)
-    if isinstance(outcome, ProbeFailure):
-        return outcome
-    overhead = overhead_bytes(gpu, setup)
-    limit = gpu.memory_bytes - overhead - resident_vllm(gpu, setup)
-    if outcome.prediction.peak_allocated_bytes <= limit < outcome.prediction.peak_reserved_bytes:
-        limited = _cached_report(model, gpu, setup, {**options, "limit_bytes": limit}, use_cache)
-        outcome = outcome if isinstance(limited, ProbeFailure) else limited
-    prediction = outcome.prediction
-    if setup.objective_spec.rolls_out and setup.rollout_settings.colocated:
-        prediction = _beside_vllm(prediction, model, gpu, setup)
-    prediction = replace(prediction, peak_device_bytes=prediction.peak_reserved_bytes + overhead)
-    prediction = with_run_speed(prediction, outcome.program, model, gpu, setup, cluster)
-    return replace(outcome, prediction=with_evidence(prediction, gpu, setup, planned=planned))
 
 
 def _beside_vllm(prediction: Prediction, model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Prediction:

@@ -88,12 +88,12 @@ def fewest(kinds: Sequence[Hashable], reach: int = 1) -> tuple[int, ...]:
     """Layers that, one after another, are each between neighbours as somewhere in the whole, and leave none of those
     cases out: what is left when the longest run of layers that can go has gone, again and again."""
     chosen = list(range(len(kinds)))
-    cases = set(_cases(kinds, reach))
+    cases = set(neighbourhoods(kinds, reach))
     length = len(chosen) - 1
     while length:
         for start in range(1, len(chosen) - length):
             rest = chosen[:start] + chosen[start + length :]
-            if set(_cases([kinds[layer] for layer in rest], reach)) == cases:
+            if set(neighbourhoods([kinds[layer] for layer in rest], reach)) == cases:
                 chosen = rest
                 break
         else:
@@ -106,15 +106,15 @@ def fewest(kinds: Sequence[Hashable], reach: int = 1) -> tuple[int, ...]:
 def standing_for(kinds: Sequence[Hashable], chosen: Sequence[int], reach: int = 1) -> tuple[int, ...]:
     """For each layer a place in `chosen`: its own, or that of one of its kind between neighbours of the same kinds."""
     places = {layer: place for place, layer in enumerate(chosen)}
-    cases = _cases([kinds[layer] for layer in chosen], reach)
+    cases = neighbourhoods([kinds[layer] for layer in chosen], reach)
     alike = {case: place for place, case in enumerate(cases)}
     return tuple(
         places[layer] if layer in places and cases[places[layer]] == case else alike[case]
-        for layer, case in enumerate(_cases(kinds, reach))
+        for layer, case in enumerate(neighbourhoods(kinds, reach))
     )
 
 
-def _cases(kinds: Sequence[Hashable], reach: int) -> list[tuple[Hashable, ...]]:
+def neighbourhoods(kinds: Sequence[Hashable], reach: int = 1) -> list[tuple[Hashable, ...]]:
     """Each layer's kind with those of its neighbours, None beyond the ends."""
     padded = [*[None] * reach, *kinds, *[None] * reach]
     return [tuple(padded[layer : layer + 2 * reach + 1]) for layer in range(len(kinds))]

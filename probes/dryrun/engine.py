@@ -114,9 +114,8 @@ def _run(plan: DepthPlan, capability: tuple[int, int], setup: TrainSetup, world:
 def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int | None) -> DryRunReport:
     curve = curve_of(trace)
     phases = phase_peaks(trace, curve)
-    by_phase = {name: phases[name].size_bytes for name in PHASES if name in phases}
+    by_phase = {name: sum(phases[name].values()) for name in PHASES if name in phases}
     peak_phase = max(by_phase, key=lambda name: by_phase[name])
-    peak = phases[peak_phase]
     reserved, retry_notes = _reserved(trace, setup.expandable_segments, limit_bytes)
     notes = [*trace.notes]
     if trace.log.chosen.get("math"):
@@ -124,11 +123,11 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
         notes.append(risk(f"SDPA falls back to the math kernel ({trace.log.reasons['math']}): {matrix}"))
     terms = [
         MemoryTerm(category=category, name=name, size_bytes=size, phases=(peak_phase,))  # type: ignore[arg-type]
-        for (category, name), size in peak.groups.items()
+        for (category, name), size in phases[peak_phase].items()
     ]
     prediction = Prediction(
         level=Fidelity.DRY_RUN,
-        peak_allocated_bytes=peak.size_bytes,
+        peak_allocated_bytes=by_phase[peak_phase],
         peak_reserved_bytes=reserved,
         peak_device_bytes=reserved + CONTEXT_BYTES,
         peak_phase=peak_phase,
@@ -139,7 +138,7 @@ def _report(plan: DepthPlan, trace: Trace, setup: TrainSetup, limit_bytes: int |
     )
     return DryRunReport(
         prediction=prediction,
-        phase_groups={name: phases[name].groups for name in by_phase},
+        phase_groups={name: phases[name] for name in by_phase},
         depth=plan.depth,
         num_layers=plan.full,
         kernels=dict(trace.log.chosen),

@@ -12,13 +12,21 @@ import pickle
 import sys
 import warnings
 from pkgutil import resolve_name
-from typing import IO, Any
+from typing import Any
 
 from probes.dryrun import standins
 from probes.dryrun.startup import collection_paused, load_libraries
 
 
-def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+def main() -> None:
+    """Answers until nobody asks any more."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    if "one-gpu" in sys.argv:
+        standins.stand_in()
+
     def send(answer: Any) -> None:
         pickle.dump(answer, answers)
         answers.flush()
@@ -37,17 +45,6 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             send(resolve_name(make)(*args, **options))
         except ValueError as error:  # what the asker is to know
             send(error)
-
-
-def main() -> None:
-    """Answers until nobody asks any more."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    if "one-gpu" in sys.argv:
-        standins.stand_in()
-    _serve(sys.stdin.buffer, answers)
 
 
 if __name__ == "__main__":

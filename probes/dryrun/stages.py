@@ -7,9 +7,8 @@ tensors that nobody fills. Stages between the second and the last hold no more t
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from planner.memory.rank_part import stage_sizes
 from planner.setup import TrainSetup
@@ -28,11 +27,6 @@ BOUNDARY = "stage boundary buffers"
 Report = Callable[[DepthPlan, "PipelineWorld"], DryRunReport]
 
 
-def stages_of(num_stages: int) -> tuple[int, ...]:
-    """The stages that differ: the first, the second (the most in flight and layers of those between), the last."""
-    return tuple(sorted({0, min(1, num_stages - 1), num_stages - 1}))
-
-
 def run_stages(raw_config: Mapping[str, Any], setup: TrainSetup, report: Report, *, full_depth: bool) -> DryRunReport:
     """The report of the stage with the highest allocated peak; the others' peaks in its notes.
 
@@ -42,7 +36,7 @@ def run_stages(raw_config: Mapping[str, Any], setup: TrainSetup, report: Report,
     degree = setup.pipeline_degree
     config = load_config(raw_config)
     reports: dict[int, DryRunReport] = {}
-    for stage in stages_of(degree):
+    for stage in sorted({0, min(1, degree - 1), degree - 1}):  # between: no more in flight, and no other layers
         part = stage_config(config, degree, stage)
         # FSDP2 reduces all layers' gradients behind the last micro-batch, which repeats no layer's events
         plan = plan_depth(part, checkpointing=setup.checkpointing, full_depth=full_depth or setup.data_degree > 1)
@@ -88,19 +82,6 @@ class PipelineWorld(JobWorld):
             yield layout, load(tracker, model)
 
 
-class _Sent:
-    """A message between stages, which holds its tensor as long as the schedule holds the message.
-
-    Source: PyTorch 2.13 ProcessGroupNCCL.cpp `pointToPoint`: the work keeps a reference to what is sent (`outputs_`).
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self) -> None:
-        pass
-
-
 def _static_shapes(tracker: LayoutTracker) -> AbstractContextManager[None]:
     """Within it, stages take the shapes that they were given without asking their neighbours, and their receive buffers
     carry their name."""
@@ -118,7 +99,11 @@ def _static_shapes(tracker: LayoutTracker) -> AbstractContextManager[None]:
             plain(self, *args, **kwargs)
 
     def under_way(ops: list[Any], desc: str | None = None) -> list[Any]:
-        return [_Sent(op.tensor) for op in ops]
+        """A message holds its tensor as long as the schedule holds the message.
+
+        Source: PyTorch 2.13 ProcessGroupNCCL.cpp `pointToPoint`: the work keeps a reference to what is sent.
+        """
+        return [SimpleNamespace(tensor=op.tensor, wait=nothing) for op in ops]
 
     replacements: list[Replacement] = [
         (schedules._PipelineSchedule, "_warmup_p2p", agreed),

@@ -4,20 +4,17 @@ The model's stream is the device; what runs on another one matters where a colle
 model's stream waits for that.
 """
 
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from planner.speed.operators import COLLECTIVE, GRADIENT, JOIN, MARK, Operator
 
+if TYPE_CHECKING:
+    from probes.dryrun.operators import OperatorLog
+
 LONG_AGO = 16
 """Marks and collectives that lie further back have been reached: no engine looks ahead by more than a few."""
-
-
-class Log(Protocol):
-    """What hears of streams."""
-
-    def noted(self, operator: Operator) -> None: ...
 
 
 class Exchanges:
@@ -27,7 +24,7 @@ class Exchanges:
         marks, collectives: how many there have been.
     """
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: "OperatorLog") -> None:
         self.marks = self.collectives = 0
         self._log = log
 

@@ -14,7 +14,7 @@ from planner.models.spec import ModelSpec
 from planner.setup import LAYOUT_FIELDS, TrainSetup
 from planner.setup.codec import Outcome
 from planner.setup.interchange import setup_from_dict, setup_to_dict
-from planner.setup.outcome import Environment, FailureKind, Fidelity, ProbeFailure
+from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
 from probes.fingerprint import conditions_digest, config_digest, fingerprint
 from probes.gpu.executors import Executor
 from probes.gpu.request import Limits, ProbeRequest
@@ -115,7 +115,10 @@ class Prober:
         Raises:
             EnvironmentProblem: the machine, not the setup, kept it from being measured: nothing is stored.
         """
-        outcome = self._with_utilisation(setup, future.result())
+        outcome = future.result()
+        gpu = self.gpu if isinstance(outcome, Measurement) and outcome.environment.device != "cpu" else None
+        if isinstance(outcome, Measurement) and gpu is not None and not outcome.speed_spoiled_by:
+            outcome = replace(outcome, mfu_fraction=mfu_fraction(self.model, gpu, setup, outcome.step_time_s))
         if isinstance(outcome, ProbeFailure) and outcome.kind is FailureKind.MACHINE:
             log = f" (log: {outcome.log_path})" if outcome.log_path else ""
             raise EnvironmentProblem(f"this machine cannot measure: {outcome.message}{log}")
@@ -128,13 +131,6 @@ class Prober:
         refused = isinstance(outcome, ProbeFailure) and outcome.kind is FailureKind.UNSUPPORTED and not outcome.log_path
         if self.store is not None and not refused:
             self.store.append(record_of(self.request(setup), self.environment, outcome, self.link))
-
-    def _with_utilisation(self, setup: TrainSetup, outcome: Outcome) -> Outcome:
-        if isinstance(outcome, ProbeFailure) or self.gpu is None or outcome.environment.device == "cpu":
-            return outcome
-        if outcome.speed_spoiled_by:
-            return outcome
-        return replace(outcome, mfu_fraction=mfu_fraction(self.model, self.gpu, setup, outcome.step_time_s))
 
 
 def mfu_fraction(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, step_time_s: float) -> float | None:

@@ -43,9 +43,9 @@ class Executor(ABC):
     def submit(self, request: ProbeRequest) -> "Future[Outcome]":
         """Starts a probe; the future holds its outcome."""
 
-    @abstractmethod
     def environment(self, device: str, gpu_key: str | None) -> Environment:
-        """Where the probes run."""
+        """Where the probes run: here, unless told otherwise."""
+        return read_environment(device, gpu_key)
 
     @abstractmethod
     def close(self) -> None:
@@ -130,9 +130,6 @@ class LocalExecutor(Executor):
 
     def submit(self, request: ProbeRequest) -> "Future[Outcome]":
         return self._pool.submit(self._run, request)
-
-    def environment(self, device: str, gpu_key: str | None) -> Environment:
-        return read_environment(device, gpu_key)
 
     def close(self) -> None:
         self._stop.set()

@@ -27,7 +27,7 @@ from planner.core.outputs import write_whole
 from planner.core.redaction import without_secrets, without_secrets_in_words
 from planner.core.units import gib
 from planner.setup.codec import Outcome, decode
-from planner.setup.outcome import Environment, FailureKind, Fidelity, Measurement, ProbeFailure
+from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
 from probes.gpu.device import lease_all
 from probes.gpu.environment import device_status, read_environment
 from probes.gpu.executors import Executor
@@ -136,9 +136,6 @@ class FileExecutor(Executor):
         future: Future[Outcome] = Future()
         future.set_result(self._run(request))
         return future
-
-    def environment(self, device: str, gpu_key: str | None) -> Environment:
-        return read_environment(device, gpu_key)
 
     def close(self) -> None:
         """Nothing is left running."""

@@ -74,8 +74,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):  # type: ignore[misc]
         v, g, beta = given[2], _chunk_sums(given[3]), given[4]
         inverse = torch.zeros(*beta.shape, CHUNK, device=k.device, dtype=k.dtype)
         launched("fla.chunk_gated_delta_rule_fwd_kkt_solve", [k, g, beta], [inverse])
-        w, u = _weighted(k, v, beta, inverse, g)
-        h, new_values = _states(k, w, u, g)
+        _w, _u, h, new_values = _states(k, v, beta, inverse, g)
         out = torch.empty_like(new_values)
         launched("fla.chunk_fwd_o", [q, k, new_values, h, g], [out])
         ctx.save_for_backward(q, q_rows, k, k_rows, v, g, beta, inverse)
@@ -111,40 +110,16 @@ def _chunk_sums(g: Tensor) -> Tensor:
     return out
 
 
-def _weighted(k: Tensor, v: Tensor, beta: Tensor, inverse: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """The WY form's w and u: keys and values of every value head times the chunk's inverse."""
-    w = k.new_empty(*beta.shape, k.shape[-1])
-    u = torch.empty_like(v)
+def _states(k: Tensor, v: Tensor, beta: Tensor, inverse: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The WY form's w and u (keys and values of every value head times the chunk's inverse), the state before each
+    chunk [seqs, chunks, heads, key size, value size], and the values less what it foretells."""
+    w, u = k.new_empty(*beta.shape, k.shape[-1]), torch.empty_like(v)
     launched("fla.recompute_w_u_fwd", [k, v, beta, inverse, g], [w, u])
-    return w, u
-
-
-def _states(k: Tensor, w: Tensor, u: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """(the state before each chunk [seqs, chunks, heads, key size, value size], values less what it foretells)."""
     seqs, tokens, heads, size = u.shape
     h = k.new_empty(seqs, -(-tokens // CHUNK), heads, k.shape[-1], size)
     new_values = torch.empty_like(u)
     launched("fla.chunk_gated_delta_rule_fwd_h", [k, w, u, g], [h, new_values])
-    return h, new_values
-
-
-def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inverse: Tensor, do: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Those of normalized queries and keys, values, decays and beta."""
-    w, u = _weighted(k, v, beta, inverse, g)
-    h, new_values = _states(k, w, u, g)
-    dv = torch.empty_like(do)
-    launched("fla.chunk_bwd_dv_local", [q, k, g, do], [dv])
-    dh, of_u = torch.empty_like(h), torch.empty_like(dv)
-    launched("fla.chunk_gated_delta_rule_bwd_dhu", [q, k, w, g, do, dv], [dh, of_u])
-    dv = of_u
-    del of_u
-    dq, dk, dw, dg = _through_chunks(q, k, new_values, w, g, h, dv, do, dh)
-    dk2, dv, dbeta, dg2 = _through_weighted(k, v, beta, g, inverse, dw, dv)
-    dk.add_(dk2)
-    dg.add_(dg2)
-    return dq, dk, dv, _chunk_sums(dg), dbeta
+    return w, u, h, new_values
 
 
 KEY_TILE = 64
@@ -152,27 +127,35 @@ KEY_TILE = 64
 64 to 128. Their partial sums of the decay's gradient are so many fp32 rows."""
 
 
-def _through_chunks(
-    q: Tensor, k: Tensor, new_values: Tensor, w: Tensor, g: Tensor, h: Tensor, dv: Tensor, do: Tensor, dh: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys, w and decay by the output; key heads that share are summed over their value heads."""
+def _gradients(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, inverse: Tensor, do: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Those of normalized queries and keys, values, decays and beta; key heads that share are summed over their value
+    heads."""
+    w, _u, h, new_values = _states(k, v, beta, inverse, g)
+    dv = torch.empty_like(do)
+    launched("fla.chunk_bwd_dv_local", [q, k, g, do], [dv])
+    dh, of_u = torch.empty_like(h), torch.empty_like(dv)
+    launched("fla.chunk_gated_delta_rule_bwd_dhu", [q, k, w, g, do, dv], [dh, of_u])
+    dv = of_u
+    del of_u
+    # by the output
     dq, dk = torch.empty_like(w), torch.empty_like(w)
     dg = torch.empty(-(-k.shape[-1] // KEY_TILE), *g.shape, dtype=torch.float32, device=g.device)
     dw = torch.empty_like(w)
     launched("fla.chunk_bwd_dqkwg", [q, k, new_values, w, g, h, dv, do, dh], [dq, dk, dg, dw])
     dq = _to_key_heads(dq, k)
     dk = _to_key_heads(dk, k)
-    return dq, dk, dw, dg.sum(0)
-
-
-def _through_weighted(
-    k: Tensor, v: Tensor, beta: Tensor, g: Tensor, inverse: Tensor, dw: Tensor, du: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of keys, values, beta and decay by the WY form."""
-    dk = torch.empty_like(dw)
-    dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
-    launched("fla.prepare_wy_repr_bwd", [k, v, beta, g, inverse, dw, du], [dk, dv, dbeta, dg])
-    return _to_key_heads(dk, k), dv, dbeta, dg
+    dg = dg.sum(0)
+    # by the WY form
+    dk2 = torch.empty_like(dw)
+    dv2, dg2, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
+    launched("fla.prepare_wy_repr_bwd", [k, v, beta, g, inverse, dw, dv], [dk2, dv2, dbeta, dg2])
+    dk2 = _to_key_heads(dk2, k)
+    dv = dv2
+    dk.add_(dk2)
+    dg.add_(dg2)
+    return dq, dk, dv, _chunk_sums(dg), dbeta
 
 
 def _to_key_heads(gradient: Tensor, k: Tensor) -> Tensor:

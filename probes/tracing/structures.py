@@ -13,7 +13,7 @@ from planner.memory.profiles import MONOMIALS, Form
 from planner.options.losses import LOSSES
 from planner.setup import TrainSetup
 from probes.allocator.events import Alloc, Phase
-from probes.dryrun.depths import DepthPlan, layer_kinds, plan_depth
+from probes.dryrun.depths import DepthPlan, layer_kinds, neighbourhoods, plan_depth
 from probes.dryrun.layer_map import LayerMap
 from probes.dryrun.repeat_layers import RepetitionError, repeat_layers
 from probes.dryrun.trace import Trace, trace_samples
@@ -286,11 +286,7 @@ def _alike(kinds: Sequence[bool], chosen: Sequence[bool]) -> tuple[int, ...]:
         KeyError: there is none, or one of `chosen` stands for nothing.
     """
 
-    def cases(of: Sequence[bool]) -> list[tuple[bool | None, ...]]:
-        padded = [None, *of, None]
-        return [tuple(padded[layer : layer + 3]) for layer in range(len(of))]
-
-    there, wanted = cases(chosen), cases(kinds)
+    there, wanted = neighbourhoods(chosen), neighbourhoods(kinds)
     tail, end = (len(flags) - 1 - flags[::-1].index(True) for flags in ([*chosen], [*kinds]))
     before = {case: place for place, case in enumerate(there[: tail + 1])}
     after = {case: place for place, case in enumerate(there) if place >= tail}
