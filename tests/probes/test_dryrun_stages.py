@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from planner.planning.evidence.followed import why_not_traced
 from planner.setup import TrainSetup
 from probes.dryrun import DryRunReport
-from probes.dryrun.stages import stages_of
 from tests.probes.dryrun_small import assert_same_figures, peaks, reported, small_config
 from tests.probes.stage_rank import traced
 from tests.whole import some
@@ -109,8 +108,3 @@ def test_gpipe_holds_every_micro_batch_and_1f1b_as_many_as_stages() -> None:
 def test_pipelines_that_no_engine_runs_are_refused(fields: dict[str, Any], words: str) -> None:
     setup = TrainSetup(**(TWO | fields))
     assert words in why_not_traced(setup)
-
-
-def test_distinct_stages() -> None:
-    assert stages_of(2) == (0, 1)
-    assert stages_of(8) == (0, 1, 7)

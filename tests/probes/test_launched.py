@@ -15,6 +15,7 @@ from planner.core.units import GIB, MIB
 from planner.setup import TrainSetup
 from planner.setup.codec import decode
 from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailure
+from probes.gpu import worker
 from probes.gpu.request import ProbeRequest
 from probes.launched import prepare, watch
 from probes.launched import run as launched
@@ -191,7 +192,7 @@ def test_every_step_is_timed_and_the_last_one_asked_for_ends_the_training(
 ) -> None:
     times, left = iter(range(100)), []
     monkeypatch.setattr(watch, "time", SimpleNamespace(perf_counter=lambda: float(next(times))))
-    monkeypatch.setattr(watch, "_leave", lambda: left.append(True))
+    monkeypatch.setattr(worker, "leave", lambda code: left.append(True))
     watching = watch.callback_class(object, {"folder": str(tmp_path), "num_steps": 3})()
     control = Control()
     watching.on_train_begin(None, None, control)
