@@ -141,12 +141,13 @@ def _gradients(
     del of_u
     # by the output
     dq, dk = torch.empty_like(w), torch.empty_like(w)
-    dg = torch.empty(-(-k.shape[-1] // KEY_TILE), *g.shape, dtype=torch.float32, device=g.device)
+    sums = torch.empty(-(-k.shape[-1] // KEY_TILE), *g.shape, dtype=torch.float32, device=g.device)
     dw = torch.empty_like(w)
-    launched("fla.chunk_bwd_dqkwg", [q, k, new_values, w, g, h, dv, do, dh], [dq, dk, dg, dw])
+    launched("fla.chunk_bwd_dqkwg", [q, k, new_values, w, g, h, dv, do, dh], [dq, dk, sums, dw])
     dq = _to_key_heads(dq, k)
     dk = _to_key_heads(dk, k)
-    dg = dg.sum(0)
+    dg = sums.sum(0)
+    del sums
     # by the WY form
     dk2 = torch.empty_like(dw)
     dv2, dg2, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
