@@ -11,50 +11,21 @@ model at hand overrule them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from math import exp, isfinite, log
+from math import exp, isfinite
+from typing import NamedTuple
 
 from planner.hardware.cluster import Cluster
-from planner.setup import TrainSetup
-from planner.setup.outcome import Candidate, Prediction
-from search.problem import Problem, TransferObservation
+from planner.setup.outcome import Candidate
+from search.problem import Observation, Problem
 from search.sampler import Posterior
 
 MAX_PER_GPU = 200
 """The latest this many observations of one GPU are used."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """One probe against today's formula.
-
-    Attributes:
-        gpu: where it was measured: the GPU's key, or `place_of` several.
-        program: the launch target whose own steps these were, "" of a probe's.
-    """
-
-    gpu: str
-    model: str
-    setup: TrainSetup
-    formula: Prediction
-    measured_tokens_per_s: float | None
-    measured_peak_device_bytes: int
-    program: str = ""
-
-    @property
-    def speed_error(self) -> float | None:
-        if not self.measured_tokens_per_s or not self.formula.tokens_per_s:
-            return None
-        return log(self.measured_tokens_per_s / self.formula.tokens_per_s)
-
-    @property
-    def memory_error(self) -> float:
-        return log(self.measured_peak_device_bytes / self.formula.peak_device_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Correction:
+class Correction(NamedTuple):
     """Factors on one prediction, from what was learned; 1 where nothing was."""
 
     speed_factor: float
@@ -68,19 +39,12 @@ def place_of(gpu: str, cluster: Cluster | None) -> str:
 
 def as_transfer_observations(
     observations: Sequence[Observation], model: str, gpu: str | None = None
-) -> tuple[TransferObservation, ...]:
+) -> tuple[Observation, ...]:
     """The observations as a search of `model` on `gpu` (a place) uses them: its own in group 0, every other model and
     place in a group of its own. `gpu` None: all are of one place."""
     groups: dict[tuple[str | None, str], int] = {(gpu, model): 0}
     return tuple(
-        TransferObservation(
-            setup=item.setup,
-            formula=item.formula,
-            group=groups.setdefault((gpu and item.gpu, item.model), len(groups)),
-            speed_error=item.speed_error,
-            memory_error=item.memory_error,
-        )
-        for item in observations
+        replace(item, group=groups.setdefault((gpu and item.gpu, item.model), len(groups))) for item in observations
     )
 
 
@@ -90,10 +54,7 @@ def corrections(
     """What the observations say about each candidate's prediction, before any probe of its own."""
     posterior = Posterior(Problem(candidates=tuple(candidates)), as_transfer_observations(observations, model))
     means = zip(posterior.speed.mean, posterior.memory.mean, strict=True)
-    return tuple(
-        Correction(speed_factor=exp(float(speed)), memory_factor=exp(float(memory)))
-        for speed, memory in islice(means, posterior.num)
-    )
+    return tuple(Correction(exp(float(speed)), exp(float(memory))) for speed, memory in islice(means, posterior.num))
 
 
 def corrected(candidate: Candidate, correction: Correction) -> Candidate:

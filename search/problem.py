@@ -179,11 +179,31 @@ class Result:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferObservation:
-    """What was learned on other setups of the same GPU: log(measured/predicted), on this model (group 0) or others."""
+class Observation:
+    """One probe, of this model or another, against today's formula.
 
+    Attributes:
+        gpu: where it was measured: the GPU's key, or `search.corrections.place_of` several.
+        program: the launch target whose own steps these were, "" of a probe's.
+        group: 0 of the model and place that a search is about, another number of each other.
+    """
+
+    gpu: str
+    model: str
     setup: TrainSetup
     formula: Prediction
-    group: int
-    speed_error: float | None
-    memory_error: float | None
+    measured_tokens_per_s: float | None
+    measured_peak_device_bytes: int
+    program: str = ""
+    group: int = 0
+
+    @property
+    def speed_error(self) -> float | None:
+        """log(measured / predicted); None where one of them is not known."""
+        if not self.measured_tokens_per_s or not self.formula.tokens_per_s:
+            return None
+        return log(self.measured_tokens_per_s / self.formula.tokens_per_s)
+
+    @property
+    def memory_error(self) -> float:
+        return log(self.measured_peak_device_bytes / self.formula.peak_device_bytes)

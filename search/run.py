@@ -13,7 +13,7 @@ from planner.core.errors import EnvironmentProblem
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, FailureKind, Prediction, ProbeFailure
 from search.dimensions import key_of
-from search.problem import Evaluate, Problem, Result, TransferObservation, pareto_set, with_evidence
+from search.problem import Evaluate, Observation, Problem, Result, pareto_set, with_evidence
 from search.sampler import Posterior, propose
 from search.stopping import MARGIN, Budget, converged
 from search.storage import GRACE_S, close_storage, first_line, open_storage, place, what_to_do
@@ -63,7 +63,7 @@ def search(
     budget: Budget | None = None,
     plan: TrainSetup | None = None,
     check: Check | None = None,
-    transfer: Sequence[TransferObservation] = (),
+    transfer: Sequence[Observation] = (),
     on_trial: Callable[[TrialRecord, Posterior], None] | None = None,
     on_wait: Callable[[str, float], None] = lambda text, waited_s: None,
 ) -> SearchResult:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.setup.outcome import Evidence, FailureKind, Measurement, Prediction, ProbeFailure
-from search.problem import Problem, Result, TransferObservation
+from search.problem import Observation, Problem, Result
 from search.residual import SURPRISE, Encoding, ErrorKernel, Floats, Residual, cdf, encode, parts_of, pdf, share_matrix
 
 UNSUSPECTED = 0.01  # chance left to a candidate that shares every suspect with a failure
@@ -138,7 +138,7 @@ class Posterior:
     Results are told in order with `tell`; the same order gives the same posterior.
     """
 
-    def __init__(self, problem: Problem, transfer: Sequence[TransferObservation] = ()) -> None:
+    def __init__(self, problem: Problem, transfer: Sequence[Observation] = ()) -> None:
         self.problem = problem
         candidates = problem.candidates
         self.num = len(candidates)
@@ -167,8 +167,7 @@ class Posterior:
         for position, item in enumerate(transfer):
             if item.speed_error is not None:
                 self.speed.observe(self.num + position, item.speed_error, SPEED_NOISE_SD)
-            if item.memory_error is not None:
-                self.memory.observe(self.num + position, item.memory_error, MEMORY_NOISE_SD)
+            self.memory.observe(self.num + position, item.memory_error, MEMORY_NOISE_SD)
 
     def tell(self, result: Result) -> None:
         index, evidence = result.index, result.evidence

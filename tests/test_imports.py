@@ -266,7 +266,7 @@ RETIRED = {
     "flow_of": "dtype_policy_of", "trusted_with": "replace_trusted", "with_": "replace", "Cut": "PrunedBranch",
     "surely_fits": "fits_with_margin", "Knobs": "ArchitectureOptions", "Crew": "ProcessGroup", "crew": "process_group",
     "Seat": "RankInfo", "seat": "rank_info", "take_turn": "lease_device", "Surroundings": "FileContext",
-    "Liveness": "Heartbeat", "Pulse": "HeartbeatTiming", "Belief": "Posterior", "Elsewhere": "TransferObservation",
+    "Liveness": "Heartbeat", "Pulse": "HeartbeatTiming", "Belief": "Posterior", "Elsewhere": "Observation",
     "Blame": "FailureAttribution", "Incident": "FailedTrial", "Groundwork": "SharedLayerCosts",
     "NodeFacts": "NodeResults", "spread_key": "layout_key", "all_spreads": "all_layouts", "simplicity": "tie_break",
     "asks_beside": "asks_reference", "transient": "temporary",

@@ -25,7 +25,7 @@ from planner.setup.outcome import Candidate, Measurement
 
 if TYPE_CHECKING:
     from probes.store import Record
-    from search.corrections import Observation
+    from search.problem import Observation
 
 FASTER_BY = 1.01
 """As in the tree: within a percent of the speed nothing changes hands."""
@@ -107,7 +107,8 @@ def _observation(record: "Record", workload: Workload) -> "Observation | None":
             cluster = make_cluster(workload.gpu, setup.num_gpus, interconnect=link)
     except (SetupError, UsageError):  # a later version's setting, or link
         return None
-    from search.corrections import Observation, place_of  # late: it loads numpy
+    from search.corrections import place_of  # late: it loads numpy
+    from search.problem import Observation
 
     return Observation(
         gpu=place_of(workload.gpu.key, cluster),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from planner.planning.groups import WalkCache
     from planner.samples.lengths import OverLengths
     from reports.extras import Timeline
-    from search.corrections import Observation
+    from search.problem import Observation
 
 NEEDED = ("torch", "transformers", "peft")
 

@@ -20,8 +20,8 @@ from planner.setup.outcome import FailureKind, Fidelity, Measurement, ProbeFailu
 from probes.gpu.evaluate import record_of
 from probes.gpu.request import ProbeRequest
 from probes.store import Store
-from search.corrections import Observation, as_transfer_observations, place_of
-from search.problem import TransferObservation
+from search.corrections import as_transfer_observations, place_of
+from search.problem import Observation
 from search.stopping import Budget
 from tests.planner.helpers import plan_request
 from tests.reports.factories import make_environment
@@ -164,9 +164,7 @@ def test_a_search_begins_with_what_the_store_knows(tmp_path: Path, monkeypatch: 
     measured(store, workload, TrainSetup(), speed=0.5)
     given: list[Observation] = []
 
-    def seen(
-        observations: Sequence[Observation], model: str, gpu: str | None = None
-    ) -> tuple[TransferObservation, ...]:
+    def seen(observations: Sequence[Observation], model: str, gpu: str | None = None) -> tuple[Observation, ...]:
         given.extend(observations)
         return as_transfer_observations(observations, model, gpu)
 

@@ -12,8 +12,7 @@ from benchmarks.synthetic_gpu import SCENARIOS, Scenario
 from planner.core.units import GIB
 from planner.setup import TrainSetup
 from planner.setup.outcome import Candidate, Environment, Evidence, FailureKind, Fidelity, Measurement, ProbeFailure
-from search.corrections import Observation
-from search.problem import Problem
+from search.problem import Observation, Problem
 from search.storage import STUDY_NAME, close_storage, open_storage
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}

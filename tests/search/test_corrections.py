@@ -9,8 +9,8 @@ from search_cases import BY_NAME, exact, observations_of, problem, scenario, sma
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from search.corrections import Observation, as_transfer_observations, corrected, corrections, place_of
-from search.problem import with_evidence
+from search.corrections import as_transfer_observations, corrected, corrections, place_of
+from search.problem import Observation, with_evidence
 from search.run import search
 from search.stopping import Budget
 

@@ -17,7 +17,7 @@ from search_cases import observations_of, problem, scenario
 from benchmarks.synthetic_gpu import SyntheticGpu
 from planner.setup.interchange import setup_to_dict
 from search.corrections import as_transfer_observations
-from search.problem import TransferObservation
+from search.problem import Observation
 from search.run import SearchResult, search
 from search.sampler import Posterior
 from search.stopping import Budget
@@ -34,7 +34,7 @@ ROUNDING = 1e-4
 """Of posteriors: another linear algebra may differ in late digits."""
 
 
-def told(name: str, transfer: Sequence[TransferObservation] = ()) -> tuple[dict[str, Any], SearchResult]:
+def told(name: str, transfer: Sequence[Observation] = ()) -> tuple[dict[str, Any], SearchResult]:
     """One search in short: every probe with what was believed after it, and how it ended."""
     seed, wishes = RUNS[name]
     steps: list[list[Any]] = []
