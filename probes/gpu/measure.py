@@ -34,7 +34,7 @@ from probes.stack.autocast import emulation_installed
 from probes.stack.build import build_model
 from probes.stack.configs import load_config, num_layers
 from probes.stack.losses import loss_is_emulated
-from probes.stack.shards import shards_first, whole_quantized_bytes
+from probes.stack.parallelize import shards_first, whole_quantized_bytes
 
 PARAMETER_STEPS_NOTE = "accumulation timed at 1 and 3 micro-batches and extended"
 

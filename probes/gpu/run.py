@@ -27,9 +27,8 @@ from probes.stack.batch import make_batch
 from probes.stack.build import build_model, build_reference
 from probes.stack.configs import load_config
 from probes.stack.optimizers import optimizer_of
-from probes.stack.parallelize import layout_model
+from probes.stack.parallelize import fill_shards, layout_model, shards_first
 from probes.stack.quantize import quantized_tensors
-from probes.stack.shards import fill_shards, shards_first
 from probes.stack.step import Mark, inner_model, make_trainer, train_step
 from probes.stack.zero import fill_partitions, make_zero_trainer, num_trained, partitions_first, zero_step
 

@@ -16,15 +16,17 @@ Else it gets namespaces of its own, made without any right that an ordinary user
     PID, IPC  it sees no process but its own; when the first of them ends the kernel kills the others
     network   loopback alone, unless it is asked for
     sockets   files at which a daemon of the machine listens (Docker's, D-Bus') are covered
-    Pythons   none imports PyTorch without the phantom GPU (`interpreters`)
+    Pythons   none imports PyTorch without the phantom GPU (`GUARD`)
 
 Source: man 7 user_namespaces, mount_namespaces, pid_namespaces; the kernel's Documentation/filesystems/overlayfs.rst.
 """
 
 import contextlib
 import errno
+import glob
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -33,12 +35,11 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from probes.phantom import copies, landlock
-from probes.phantom.interpreters import GUARD, encodings_of
 from probes.phantom.overlays import HostView, Tree, call, is_foreign, libc, mount_points, places, sockets_in_files
 
 NAMESPACES, LANDLOCK, NONE = "namespaces", "landlock", "none"
@@ -372,3 +373,77 @@ def _loopback() -> None:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+
+
+# No Python below a trace imports PyTorch without the phantom GPU: `-I`, `-E`, `-S` and an empty environment keep a
+# Python from our `sitecustomize`, none from its own `encodings`, which every CPython imports before anything else. In the
+# program's tree that file of every interpreter of this machine also watches for `import torch`. Not reached: an
+# interpreter in none of the usual places, that none of the command, PATH and the environment names.
+
+GUARD = """
+
+def _watch_for_torch(environment, root):
+    import sys
+
+    class Guard:
+        @classmethod
+        def find_spec(cls, name, path=None, target=None):
+            if name != "torch" or "probes.phantom.boot" in sys.modules:
+                return None
+            import os
+            try:
+                os.environ.update(environment)
+                sys.path.append(root)
+                from probes.phantom import boot
+                boot.begin()
+            except BaseException as error:
+                os.write(2, f"plan trace: no phantom GPU: {{error!r}}\\n".encode())
+                os._exit(97)
+            found = (one.find_spec(name, path, target) for one in sys.meta_path if one is not cls)
+            return next((one for one in found if one is not None), None)
+
+    sys.meta_path.insert(0, Guard)
+
+
+_watch_for_torch({environment!r}, {root!r})
+"""
+"""What is added to `encodings`."""
+_USUAL = (
+    "/usr", "/usr/local", "/opt/*", "~", "~/.pyenv", "~/.conda", "~/.asdf", "~/.local/share/mise", "~/.local/share/uv",
+    "~/*conda*", "~/*mamba*", "~/*forge*",
+)  # fmt: skip
+_BELOW = ("", "envs/*", "versions/*", "installs/python/*", "python/*")
+"""Where an installation keeps further ones."""
+
+
+def encodings_of(command: Sequence[str]) -> list[str]:
+    paths = set()
+    for prefix in {os.path.realpath(folder) for folder in _prefixes(command)}:
+        for below in _BELOW:
+            paths.update(glob.glob(f"{glob.escape(prefix)}/{below}/lib*/python3*/encodings/__init__.py"))
+    return sorted({os.path.realpath(path) for path in paths})
+
+
+def _prefixes(command: Sequence[str]) -> Iterator[str]:
+    for pattern in _USUAL:
+        yield from glob.glob(os.path.expanduser(pattern))
+    for folder in (*os.environ.get("PATH", "").split(":"), *(os.path.dirname(word) for word in command)):
+        if folder:
+            yield os.path.dirname(os.path.abspath(folder))
+            for program in glob.glob(f"{glob.escape(folder)}/python*"):
+                yield os.path.dirname(os.path.dirname(os.path.realpath(program)))
+    environments = (os.environ.get(name, "") for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYENV_ROOT"))
+    for folder in (*filter(None, environments), *glob.glob("*venv*"), *glob.glob(".*venv*")):
+        yield folder
+        yield from _base_installation(f"{folder}/pyvenv.cfg")
+
+
+def _base_installation(path: str) -> Iterator[str]:
+    try:
+        with open(path) as file:
+            match = re.search(r"^home\s*=\s*(.+)$", file.read(65536), re.MULTILINE)
+    except (OSError, ValueError):
+        return
+    if match:
+        yield os.path.dirname(match[1].strip())
+        yield os.path.dirname(os.path.dirname(os.path.realpath(f"{match[1].strip()}/python3")))

@@ -41,7 +41,7 @@ class HostView:
         mounts: every mount point but the kernel's.
         places: where an overlay is needed.
         sockets: files at which somebody listens.
-        added: file -> what is added to it (`interpreters`).
+        added: file -> what is added to it (`isolation.GUARD`).
         own_users: whether there is a user namespace among them.
     """
 

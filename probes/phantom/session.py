@@ -13,8 +13,7 @@ from planner.memory.workspace import workspace_bytes
 from probes.dryrun.kernels import sdpa_of
 from probes.dryrun.layout_tracker import resizes
 from probes.dryrun.metaops import fused_dropout, quick_checks
-from probes.dryrun.reductions import reductions
-from probes.dryrun.workspaces import cublas_workspaces, temporaries
+from probes.dryrun.workspaces import cublas_workspaces, reductions, temporaries
 from probes.patching import replaced
 from probes.phantom import cuda, libraries, methods, operators, steps, tritons, world
 from probes.phantom.card import Card, TraceOptions

@@ -1,10 +1,18 @@
 """From a configuration and a setup to the model that the trainer would hold: weights, quantization, adapters."""
 
 import copy
+import importlib
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,7 +26,6 @@ from probes.stack.configs import has_audio, load_config, truncated_config
 from probes.stack.dtypes import DTYPES
 from probes.stack.kernels import apply_kernels
 from probes.stack.quantize import expert_stacks, materialize_quantized, quantize_experts, quantize_modules
-from probes.stack.timm_encoders import timm_encoders
 
 ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flash-attention-2": "flash_attention_2"}
 
@@ -278,3 +285,54 @@ def enable_checkpointing(model: Any, setup: TrainSetup) -> None:
         layers = [submodule for submodule in model.modules() if isinstance(submodule, GradientCheckpointingLayer)]
         for index, layer in enumerate(layers):
             layer.gradient_checkpointing = index % every == 0
+
+
+WRAPPER = "transformers.models.timm_wrapper.modeling_timm_wrapper"
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds every module of torchvision, with whatever name is asked of it."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == "torchvision" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return mock.MagicMock()
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def _timm() -> ModuleType:
+    """timm, imported beside an empty torchvision that is gone afterwards."""
+    if find_spec("timm") is None:
+        raise ImportError("its encoder is built by timm, which is not installed (pip install timm)")
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        return importlib.import_module("timm")
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [module_name for module_name in sys.modules if module_name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+
+
+def timm_encoders(config: Any) -> Any:
+    """Within it transformers builds an encoder of timm's, which is named by its architecture there (Gemma 3n's
+    MobileNet-V5), also without torchvision: timm binds names of it while it is imported, its encoders call none, and
+    transformers takes timm for absent without it.
+
+    Raises:
+        ImportError: timm is not installed.
+    """
+    from transformers.utils import is_timm_available
+
+    of_timm = hasattr(getattr(config, "vision_config", None), "architecture")
+    return nullcontext() if not of_timm or is_timm_available() else _without_torchvision()
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    timm, wrapper = _timm(), importlib.import_module(WRAPPER)
+    with mock.patch.multiple(wrapper, create=True, timm=timm, requires_backends=lambda *_: None):
+        yield

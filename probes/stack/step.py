@@ -23,9 +23,8 @@ from probes.stack.kernels import running as kernels_running
 from probes.stack.linear_attention import gated_delta_rule
 from probes.stack.losses import InPlaceCrossEntropy
 from probes.stack.objectives import LOSSES as OBJECTIVE_LOSSES
-from probes.stack.objectives import LossInputs
+from probes.stack.objectives import LossInputs, generate
 from probes.stack.optimizers import by_mesh
-from probes.stack.rollouts import generate
 
 MAX_GRAD_NORM = 1.0
 

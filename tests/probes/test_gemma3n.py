@@ -30,7 +30,7 @@ from planner.setup import TrainSetup
 from probes.dryrun.api import report_for_config
 from probes.dryrun.kernels import Attention, KernelLog, choose_sdpa_kernel, sdpa_of
 from probes.dryrun.report import DryRunReport
-from probes.stack import timm_encoders
+from probes.stack import build
 from probes.stack.autocast import emulated_autocast
 from probes.stack.configs import load_config
 from tests.probes.dryrun_small import reported
@@ -140,7 +140,7 @@ def test_a_key_for_all_heads_takes_the_math_kernel_where_nothing_says_so() -> No
 
 
 def test_without_timm_the_dry_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timm_encoders, "find_spec", lambda name: None)
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
     monkeypatch.setattr("transformers.utils.is_timm_available", lambda: False)
     outcome = report_for_config(raw(), (9, 0), TrainSetup(seq_len_tokens=512))
     assert not isinstance(outcome, DryRunReport)
@@ -181,7 +181,7 @@ def test_tower_keeps_what_timms_own_keeps(precision: str, trained: bool) -> None
     setup = TrainSetup(precision=precision, method="full", lora_rank=0)
     narrow = {"fp32": torch.float32, "bf16": torch.bfloat16}[setup.weight_dtype]
     with torch.device("meta"):
-        encoder = timm_encoders._timm().create_model(mobilenet.ARCHITECTURE, num_classes=0).to(narrow)
+        encoder = build._timm().create_model(mobilenet.ARCHITECTURE, num_classes=0).to(narrow)
     assert sum(parameter.numel() for parameter in encoder.parameters()) == mobilenet.NUM_PARAMS
     encoder.requires_grad_(trained)
     pixels = torch.empty(2, 3, mobilenet.SIDE, mobilenet.SIDE, dtype=narrow, device="meta")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.setup import TrainSetup
-from probes.stack import shards
+from probes.stack import parallelize
 from probes.stack.build import build_model
 from probes.stack.parallelize import layout_model
 from probes.stack.quantize import is_nf4, random_nf4
@@ -36,14 +36,14 @@ def test_a_rank_keeps_its_part_of_the_codes_and_all_statistics(monkeypatch: pyte
         whole.append((packed.clone(), state.absmax.clone()))
         return packed, state
 
-    monkeypatch.setattr(shards, "random_nf4", watched)
-    assert shards.shards_first(SETUP)
+    monkeypatch.setattr(parallelize, "random_nf4", watched)
+    assert parallelize.shards_first(SETUP)
     dist.init_process_group("fake", store=FakeStore(), rank=NUM_RANKS - 1, world_size=NUM_RANKS)
     try:
         model = build_model(LLAMA, SETUP, device="meta")
-        assert shards.whole_quantized_bytes(model) == 2 * (64 * (64 + 64 + 32 + 32) + 3 * 64 * 160) // 2
+        assert parallelize.whole_quantized_bytes(model) == 2 * (64 * (64 + 64 + 32 + 32) + 3 * 64 * 160) // 2
         layout_model(model, SETUP, device=CPU)
-        shards.fill_shards(model, CPU, SETUP)
+        parallelize.fill_shards(model, CPU, SETUP)
         assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         quantized = [module for module in inner_model(model).modules() if is_nf4(module)]
         assert len(quantized) == len(whole) == 2 * 7

@@ -7,7 +7,7 @@ from torch import nn
 
 from planner.core.units import GIB, MIB
 from planner.hardware.gpus import find_gpu
-from probes.dryrun.reductions import buffers
+from probes.dryrun.workspaces import buffers
 from probes.phantom.card import TraceOptions, card_of
 from probes.phantom.mode import Phantom
 from probes.phantom.session import phantom_gpu
