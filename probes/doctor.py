@@ -280,12 +280,7 @@ def _kernel_findings(report: dict[str, Any], problems: dict[str, str]) -> Iterat
 
 
 def several_gpus(report: dict[str, Any], devices: tuple[str, ...]) -> Iterator[Finding]:
-    """How many GPUs a job may have here, how they are connected, and what their ranks would speak through.
-
-    Args:
-        report: what `ask_torch` came back with.
-        devices: as the driver shows them.
-    """
+    """How many GPUs a job may have here, how they are connected, and what their ranks would speak through."""
     links = topology(devices)
     here = f"{len(devices)} here: {links.text()}" if devices else "no GPU here; --device cpu rehearses jobs over gloo"
     connections = [[*pair, kind] for pair, kind in sorted(links.pairs.items())]

@@ -36,10 +36,8 @@ class SearchResult:
 
     Attributes:
         best: the best candidate shown to fit and to meet every request, with its evidence; None when none was.
-        trials: every trial of this search in the study, in order.
         candidates: every candidate with evidence, with that evidence in place, best first.
         pareto: those of them that nothing beats in tokens/s, peak memory and rank.
-        reason: why the search stopped.
         num_probes: how many probes they have cost so far, earlier calls included.
         given_up: without an answer, because every planner that measured them was killed; the next call tries again.
     """
@@ -70,16 +68,12 @@ def search(
     """The best candidate that fits, in few probes; resumes the study that it finds in `storage`.
 
     Args:
-        problem: candidates, objective and requests.
         evaluate: the probe (or the dry run where there is no GPU); must return, not raise, what went wrong with the
             setup. Text (no time is left for it) or an `EnvironmentProblem` ends the search; the setup waits for the
             next call.
         storage: None (memory), a directory (an SQLite file in it) or a URL (`storage.open_storage`).
         margin: it stops when nothing left can plausibly be better by more than this fraction.
-        budget: limits; None: until nothing left is worth a probe.
         plan: the decision tree's setup, tried first; default: the best that the formula says fits.
-        check: the dry run, before each probe.
-        transfer: what earlier searches learned on this GPU.
         on_trial: called after each trial that this worker finished.
         on_wait: told what this worker waits for, and for how many seconds, as long as it does.
 

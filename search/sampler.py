@@ -255,9 +255,6 @@ def expected_improvement(mean: Floats, sd: Floats, best: float) -> Floats:
 def propose(posterior: Posterior, running: Sequence[int]) -> int | None:
     """Index of the candidate with the largest expected improvement times probability of fitting and running; None when
     none is left. The same posterior gives the same choice, so a search can resume.
-
-    Args:
-        running: candidates being probed now.
     """
     free = posterior.free(running)
     return int(np.argmax(acquisition(fantasize_running(posterior, running), free))) if free.any() else None

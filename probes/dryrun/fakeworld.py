@@ -102,10 +102,7 @@ def _on_meta() -> list[Replacement]:
 
 def of_ddp(on_bucket: Callable[[torch.Tensor], None] = nothing) -> list[Replacement]:
     """What lets DistributedDataParallel run in the fake group: buckets that are reduced at once, and ranks whose shapes
-    are not compared by values, which meta tensors have not.
-
-    Args:
-        on_bucket: is told of every bucket that is reduced.
+    are not compared by values, which meta tensors have not. `on_bucket` is told of every bucket that is reduced.
     """
     import torch.nn.parallel.distributed as ddp
 

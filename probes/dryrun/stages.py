@@ -28,11 +28,7 @@ Report = Callable[[DepthPlan, "PipelineWorld"], DryRunReport]
 
 
 def run_stages(raw_config: Mapping[str, Any], setup: TrainSetup, report: Report, *, full_depth: bool) -> DryRunReport:
-    """The report of the stage with the highest allocated peak; the others' peaks in its notes.
-
-    Args:
-        report: traces one stage's model and reports on it.
-    """
+    """The report of the stage with the highest allocated peak; the others' peaks in its notes."""
     degree = setup.pipeline_degree
     config = load_config(raw_config)
     reports: dict[int, DryRunReport] = {}

@@ -18,11 +18,7 @@ LONG_AGO = 16
 
 
 class Exchanges:
-    """What a log hears of streams, each by how many ago the other end was, so that equal layers are told alike.
-
-    Attributes:
-        marks, collectives: how many there have been.
-    """
+    """What a log is told of streams, each by how many ago the other end was, so that equal layers are told alike."""
 
     def __init__(self, log: "OperatorLog") -> None:
         self.marks = self.collectives = 0
@@ -111,7 +107,7 @@ class Stream:
     """A stream, entered to issue on it.
 
     Attributes:
-        exchanges: who hears of what this process issues, None: nobody.
+        exchanges: what is told of what this process issues, None: nothing.
         main: the model's stream; current: the one that is issued on.
         mark, collective: as an event that is recorded now would have them.
     """

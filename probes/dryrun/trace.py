@@ -23,11 +23,10 @@ from probes.stack.autocast import emulation_installed
 from probes.stack.batch import make_batch, waiting_inputs
 from probes.stack.build import auto_class, build_from_config, build_reference
 from probes.stack.configs import layers_of
-from probes.stack.earlier import older_libraries
 from probes.stack.optimizers import optimizer_of, wide_parameters, with_later_states
 from probes.stack.parallelize import ring_group
 from probes.stack.quantize import quantized_tensors
-from probes.stack.step import Mark, Trainer, inner_model, make_trainer, step_optimizer, train_step
+from probes.stack.step import Mark, Trainer, inner_model, make_trainer, older_libraries, step_optimizer, train_step
 
 if TYPE_CHECKING:
     from probes.dryrun.rank import JobWorld

@@ -37,12 +37,11 @@ Temporaries = Callable[[Args, dict[str, Any], Outputs], Iterable[int]]
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[misc]
-    """Records allocations and releases on devices of one type.
+    """Records allocations and releases on devices of one type, in order, for `probes.allocator.replay`. `answer`: what
+    data-dependent questions on meta tensors are answered (`bool(mask.all())`).
 
     Attributes:
-        events: what happened, in order, for `probes.allocator.replay`.
         origins: where each allocation came from, by id.
-        answers: what data-dependent questions on meta tensors are answered (`bool(mask.all())`).
         subclasses: tensor classes whose operators come again as those of the tensors inside (none on one GPU).
         log: what is issued, None: nobody asks.
     """

@@ -165,11 +165,8 @@ def reductions(num_sms: int, threads_per_sm: int) -> dict[Any, Temporaries]:
 
 
 def buffers(shape: Iterable[int], strides: Iterable[int], dims: set[int], num_threads: int) -> tuple[int, ...]:
-    """Bytes of the partial sums and of their semaphores, none where each output has one block.
-
-    Args:
-        num_threads: how many run on the card at once.
-    """
+    """Bytes of the partial sums and of their semaphores, none where each output has one block; `num_threads` run on the
+    card at once."""
     by_stride = sorted(zip(strides, shape, count(), strict=False))
     kept = _joined((stride, size) for stride, size, index in by_stride if index not in dims)
     summed = _joined((stride, size) for stride, size, index in by_stride if index in dims)

@@ -126,13 +126,7 @@ class ProbeRequest:
 
 
 class ProbePaths:
-    """The files of one probe, all in one directory of its own.
-
-    Attributes:
-        request: what the child is asked, written by the runner.
-        result: what the child answers; appears whole or not at all.
-        log: everything the child printed.
-    """
+    """The files of one probe, all in one directory of its own; `result` appears whole or not at all."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -26,7 +26,6 @@ class Topology:
     """The connections between some GPUs.
 
     Attributes:
-        devices: "cuda:N" of each.
         nvlinks: active NVLinks of each; None where the driver does not say.
         pairs: (first, second) -> "NVLink" or the PCIe path; pairs that the driver does not tell about are left out.
     """

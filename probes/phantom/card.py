@@ -42,11 +42,9 @@ class TraceOptions:
     """How a program is followed.
 
     Attributes:
-        limited: whether the card runs out of memory.
         num_steps: optimizer steps after which the program is stopped, None: never.
-        num_tokens: length of the texts of stand-in data sets.
-        image_size: width and height of their pictures, in pixels.
-        objective: what their rows are for, "" where nobody knows.
+        num_tokens: length of the texts of stand-in data sets; image_size: width and height of their pictures, pixels;
+            objective: what their rows are for, "" where nobody knows.
         every_micro_batch: runs also those that repeat the one before.
     """
 

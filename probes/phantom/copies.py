@@ -49,11 +49,7 @@ class Tree:
         return path if folder is None else os.path.join(folder, os.path.basename(full))
 
     def ready(self, path: str, *, empty: bool = False) -> str:
-        """Where a file can be opened for writing, links of the user's own followed.
-
-        Args:
-            empty: what it holds does not matter.
-        """
+        """Where a file can be opened for writing (`empty`: what it holds does not matter), their links followed."""
         location = self.where(path, change=True)
         for _ in range(_NUM_LINKS):
             if not location.startswith(self.top) or not os.path.islink(location):

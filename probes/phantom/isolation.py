@@ -376,8 +376,8 @@ def _loopback() -> None:
 
 
 # No Python below a trace imports PyTorch without the phantom GPU: `-I`, `-E`, `-S` and an empty environment keep a
-# Python from our `sitecustomize`, none from its own `encodings`, which every CPython imports before anything else. In the
-# program's tree that file of every interpreter of this machine also watches for `import torch`. Not reached: an
+# Python from our `sitecustomize`, none from its own `encodings`, which every CPython imports before anything else. In
+# the program's tree that file of every interpreter of this machine also watches for `import torch`. Not reached: an
 # interpreter in none of the usual places, that none of the command, PATH and the environment names.
 
 GUARD = """

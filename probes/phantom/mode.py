@@ -39,7 +39,7 @@ class CardMemory:
     """The memory of one card.
 
     Attributes:
-        events: allocations and releases in order; `origins.found` says of each allocation whose it was.
+        events: allocations and releases in order; `origins.by_allocation` says whose each was.
         allocator: the card's memory as it is now.
         peak_allocated_bytes, peak_reserved_bytes: up to the last `keep_peaks`.
         group_bytes: what the communication library takes, outside PyTorch.
@@ -117,11 +117,10 @@ class Phantom(TorchDispatchMode):  # type: ignore[misc]
     """The mode.
 
     Attributes:
-        memory: of the card.
         notes: what the program's user must know, in order, each once.
         handlers: operators that have no meta form, or another one than on a GPU.
         on_op: is told of every operator on the card before it runs.
-        stand_in_rows: the data set whose rows are ours, "" where none is; hears: whether they are clips of sound.
+        stand_in_rows: the data set whose rows are ours, "" where none is; has_audio: whether they are clips of sound.
         num_micro_batches, num_repeated: of transformers' Trainer; those of them that were not run again.
     """
 

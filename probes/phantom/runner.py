@@ -63,8 +63,6 @@ class TraceOrder:
     """What shall be traced.
 
     Attributes:
-        command: the user's command, program first.
-        network: whether it may reach other machines.
         unsafe_writes: run it even where nothing keeps what it writes and deletes from the user's files.
         folder: where it runs, None: here.
         time_limit_s: after which the program is stopped without a result.
@@ -258,10 +256,7 @@ def _environment(order: TraceOrder, folder: Path) -> dict[str, str]:
 
 
 def results_in(folder: Path, tree: str = "") -> tuple[TraceResult, ...]:
-    """What the traced processes left, the one that trained most first.
-
-    Args:
-        tree: what stands before the names of files that are copies.
+    """What the traced processes left, the one that trained most first; `tree` stands before the names of copies.
 
     Raises:
         ConfigError: something that is no trace's result.

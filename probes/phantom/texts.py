@@ -181,11 +181,8 @@ def whispers_processor(config: Any, tokenizer: Any) -> Any:
 
 
 def whispers_parts_stand_in(which: str, phantom: Phantom, module: Any, patch: Patch) -> None:
-    """Makes `from_pretrained` of one of Whisper's own classes answer where there are no files to read.
-
-    Args:
-        which: "processor", "feature_extractor" or "tokenizer".
-    """
+    """Makes `from_pretrained` of one of Whisper's own classes ("processor", "feature_extractor" or "tokenizer") answer
+    where there are no files to read."""
     classes = ("WhisperProcessor", "WhisperFeatureExtractor", "WhisperTokenizer")
     cls = next(getattr(module, name) for name in dir(module) if name in classes)
     true = cls.from_pretrained.__func__

@@ -16,13 +16,8 @@ SAMPLES_PER_SEQUENCE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch.
-
-    Attributes:
-        model_inputs: what the model's forward takes.
-        labels: next-token labels, as the collator gives them (not shifted).
-        held: tensors that the trainer holds although the forward does not need them on this device.
-    """
+    """One micro-batch: what the model's forward takes, next-token labels (not shifted), and tensors that the trainer
+    holds although the forward does not need them on this device."""
 
     model_inputs: dict[str, Any]
     labels: torch.Tensor

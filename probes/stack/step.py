@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -60,10 +61,6 @@ def inner_model(model: Any) -> Any:
 def make_trainer(model: Any, setup: TrainSetup, optimizer: Any, layout: Any = None, reference: Any = None) -> Trainer:
     """Wraps the forward as accelerate does: autocast inside, outputs converted to fp32 outside; a stack without
     accelerate leaves them as they are.
-
-    Args:
-        layout: `probes.stack.parallelize.Layout` of one rank of several GPUs, None for one GPU.
-        reference: the frozen copy that the objective asks (`probes.stack.build.build_reference`).
 
     Source: accelerate 1.15 `Accelerator.prepare_model`.
     """
@@ -376,3 +373,61 @@ def multi_tensor_on_meta() -> AbstractContextManager[None]:
         (bnb_functional, "is_on_gpu", nothing),
     ]
     return replaced(replacement for replacement in replacements if hasattr(replacement[0], replacement[1]))
+
+
+@contextmanager
+def older_libraries(model: Any, setup: TrainSetup) -> Iterator[None]:
+    """Within it the model's step is that of the packages that the setup names, where those are older than today's.
+
+    Source: transformers 4.41 `MistralRotaryEmbedding` (a table of all positions in every layer), 4.45
+    `LlamaForCausalLM.forward` (fp32 logits), 4.48 `loss/loss_utils.py` (a shifted copy of them), 4.53
+    `integrations/sdpa_attention.py` (repeat_kv); bitsandbytes 0.43.1 `MatMul4Bit` (ctx.tensors = (A, B)).
+    """
+    inner = inner_model(model)
+    if setup.before_transformers(4, 43):
+        text, dtype = inner.config.get_text_config(), DTYPES[setup.weight_dtype]
+        fraction = (text.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        width = int((getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads) * fraction)
+        for layer in layers_of(inner):
+            table = torch.empty(2, text.max_position_embeddings, width, dtype=dtype, device=inner.device)
+            layer.register_buffer("positions_table", table, persistent=False)
+    if setup.trainer.one_kernel_gelu:  # another's own model code, not an older one
+        for module in inner.modules():
+            if type(module).__name__ == "NewGELUActivation":
+                module.forward = partial(torch.nn.functional.gelu, approximate="tanh")
+    with ExitStack() as stack:
+        if setup.saves_four_bit_inputs:
+            from bitsandbytes.autograd._functions import MatMul4Bit
+
+            forward = staticmethod(_keeping_input(MatMul4Bit.forward))
+            stack.enter_context(mock.patch.object(MatMul4Bit, "forward", forward))
+        if setup.repeats_keys:
+            place = "transformers.integrations.sdpa_attention.use_gqa_in_sdpa"
+            stack.enter_context(mock.patch(place, lambda *_: False))  # noqa: PT008 - a Mock would keep its calls
+        if setup.copies_logits:
+            inner.loss_function = _shifting_loss
+            if setup.before_transformers(4, 46):
+                head = inner.get_output_embeddings()
+                stack.callback(head.register_forward_hook(lambda _head, _inputs, logits: logits.float()).remove)
+        yield
+
+
+def _keeping_input(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def keeping(ctx: Any, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = forward(ctx, rows, *args, **kwargs)
+        if not ctx.is_empty and ctx.tensors[1] is not None:
+            ctx.tensors = (rows, ctx.tensors[1])
+        return output
+
+    return keeping
+
+
+def _shifting_loss(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: Any = None, **_kwargs: Any
+) -> torch.Tensor:
+    logits = logits.float()
+    shifted = logits[..., :-1, :].contiguous()
+    targets = labels[..., 1:].contiguous().view(-1)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = torch.nn.functional.cross_entropy(shifted.view(-1, vocab_size), targets, reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -87,12 +87,7 @@ def traits_of_model(
     text: Any,
     front_end: FrontEnd | None,
 ) -> Traits:
-    """The traits of a model on meta tensors, in 16 bits with eager attention.
-
-    Args:
-        layers: of all stacks.
-        norms: of its layers, each with its size.
-    """
+    """The traits of a model on meta tensors, in 16 bits with eager attention; `norms` each with its size."""
     kinds = [norm_kind(*norm) for norm in norms]
     wanted: NormKind = "layer" if {*kinds} == {"layer"} else "rms"
     style: NormStyle = wanted

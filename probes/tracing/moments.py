@@ -77,9 +77,7 @@ def moments_of(depths: Sequence[Depth], kinds: Sequence[Class], scale: Scale) ->
     """The moments that are the highest of their phase and micro-batch somewhere, no more than it takes.
 
     Args:
-        depths: one, or several that differ in how many layers repeat.
         kinds: each class of storages; with some apart, the moments that are the highest without them too.
-        scale: where the highest is looked for.
 
     Raises:
         NoPolynomial: what is alive at a moment does not grow evenly with the depth.

@@ -159,15 +159,7 @@ def program_structures(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[s
 
 
 class ProgramBuilder:
-    """Builds the programs of one model.
-
-    Args:
-        optimizers: whose steps they hold.
-
-    Attributes:
-        tables: what they share.
-        failures: key of a structure -> why it has no program.
-    """
+    """Builds the programs of one model; `tables`: what they share, `failures`: by key, why a structure has none."""
 
     def __init__(self, model: ModelSpec, optimizers: Sequence[str] = tuple(OPTIMIZERS)) -> None:
         load_libraries()
