@@ -203,8 +203,7 @@ class Function:
 
 @dataclass(eq=False, slots=True)
 class Class:
-    """A class of the program; `base` is the foreign class it extends, "" where there is none; `parents` its own;
-    `kinds`: field -> the class of the program that it is annotated with."""
+    """A class of the program; `base` is the foreign class it extends, "" where there is none; `parents` its own."""
 
     name: str
     attributes: dict[str, Value]
@@ -212,7 +211,6 @@ class Class:
     fields: tuple[str, ...] = ()
     where: str = ""
     parents: tuple["Class", ...] = ()
-    kinds: dict[str, "Class"] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
