@@ -30,7 +30,7 @@ from planner.memory.layer_terms import (
 )
 from planner.memory.trained import of_tokens
 from planner.memory.workspace import dequantized_bytes
-from planner.models.earlier import has_expert_modules
+from planner.models.earlier import has_expert_modules, with_one_kernel_gelu
 from planner.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, ModelSpec, NormSpec
 from planner.models.targets import adapts_expert_stacks
 from planner.setup import TrainSetup
@@ -659,6 +659,8 @@ def layer_costs(
         adapted: names of the matrices with adapters, by kind of layer.
     """
     fused = setup.fused_parts(model.model_type)
+    if "inputs" in fused:  # the compiler makes one kernel of what is composed
+        model = with_one_kernel_gelu(model)
     stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
     costs = []
     for layer, names in zip(model.layer_kinds, adapted, strict=True):

@@ -213,6 +213,19 @@ def head_copies(dtypes: DtypePolicy, setup: TrainSetup) -> tuple[int, ...]:
     return (*widened, SIZE_BYTES[dtypes.autocast]) if dtypes.autocast and cast else widened
 
 
+def _beside_compiled(model: ModelSpec, setup: TrainSetup) -> int:
+    """Tensors of the logits' size beside them in the backward of a compiled model that hands them out (`LossShape`).
+
+    transformers finds the loss by what follows "For" in the class's name; where there is none (GPT2LMHeadModel) it
+    warns, and the graph ends before the loss: then the logits' gradient is the loss's.
+
+    Source: transformers 5.23 `modeling_utils.py` PreTrainedModel.loss_function; PyTorch 2.13 `_functorch/_aot_autograd/
+    runtime_wrappers.py` (materialized gradients), `_functorch/partitioners.py` (outputs are not donated).
+    Measured: 14 runs of a compiled GPT-2 by transformers (cyber_3060), docs/accuracy/gathered.md.
+    """
+    return 2 if setup.trainer.own_models or "For" in model.built_class else 1
+
+
 def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
     """The loss chain of one micro-batch, as the setup's stack runs it."""
     dtypes, by, objective = step_dtype_policy(model, setup), setup.trainer, setup.objective_spec
@@ -233,7 +246,8 @@ def loss_parts(model: ModelSpec, setup: TrainSetup) -> LossChain:
         cut=setup.stream_degree > 1,
         shifted=by.shifted_loss,
         kept=by.keeps_outputs,
-        compiled=setup.compiled and by.compiles_loss,
+        compiled=setup.compiled and bool(by.compiles_loss),
+        handed_out=_beside_compiled(model, setup) if by.compiles_loss == "within" else 0,
         with_reference=setup.asks_reference,
         widened=by.widens_outputs and dtypes.autocast is not None,
         upcast_early=(by.transformers_loss or by.shifted_loss) and setup.before_transformers(4, 46),

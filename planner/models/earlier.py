@@ -17,6 +17,7 @@ from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, Role
 
 _NAMES = by_model_type("expert_modules")
 """Model type -> (the block's name in a layer, an expert's first gate, its up and its down projection)."""
+_COMPOSED_GELUS = ("gelu_new", "gelu_fast", "quick_gelu")
 _BARE_ROUTERS = model_types("bare_routers")
 """Types whose router held a bare weight in transformers 4 too."""
 
@@ -38,11 +39,11 @@ def of_transformers_4(model: ModelSpec) -> ModelSpec:
 
 @lru_cache(maxsize=64)
 def with_one_kernel_gelu(model: ModelSpec) -> ModelSpec:
-    """The model whose tanh GELU is one kernel, where transformers' `NewGELUActivation` is single operations."""
+    """The model whose GELU is one kernel, where transformers' `NewGELUActivation` and its like are single operations."""
     mlps = [(layer, layer.mlp) for layer in model.layer_kinds]
     kinds = tuple(
         replace(layer, mlp=replace(mlp, activation="gelu_pytorch_tanh"))
-        if mlp is not None and mlp.activation == "gelu_new"
+        if mlp is not None and mlp.activation in _COMPOSED_GELUS
         else layer
         for layer, mlp in mlps
     )

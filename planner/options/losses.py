@@ -58,6 +58,9 @@ class LossShape:
         with_reference: a reference is asked between its forward and its backward.
         widened: the outputs of the model are cast to fp32.
         compiled: torch.compile makes one kernel of the full loss each way, which keeps the logits as they come.
+        handed_out: how many tensors of the logits' size and type that kernel's backward finds or makes beside them where
+            the compiled forward hands them out too, so that it may not write over them: the loss's gradient, and in one
+            graph with the loss the zeros that autograd hands it for the logits, of which nobody asked a gradient.
         upcast_early: the model itself upcasts its logits, whose 16-bit form is gone by then (transformers before 4.46).
         log_probs: how an older TRL takes log-probabilities of them (`SetupValues.log_probs`).
         copies_shifted: the loss copies all logits but the last ones (before 4.49).
@@ -84,6 +87,7 @@ class LossShape:
     widened: bool = False
     with_reference: bool = False
     compiled: bool = False
+    handed_out: int = 0
     upcast_early: bool = False
     copies_shifted: bool = False
     log_probs: str = ""
@@ -152,6 +156,7 @@ class FullLoss(Loss):
     keeps; at the start of the backward the log-softmax, the gradient of the log-probabilities and the gradient of the
     logits, all fp32: 12 bytes per logit. A soft cap keeps its tanh and makes one more copy. Where a stack cuts the loss
     into pieces only the log-softmax is there of all of them; where its kernel works in place, nothing but the logits.
+    A compiled one works in place where it may (PyTorch 2.6 on: `donated_buffer`).
 
     Moved with fp32 logits: log-softmax 8, gradient of the log-likelihood 4, of log-softmax 12: 24 counted; on an A100
     it takes as long as 49, since long rows are read three times forward and twice backward. 16-bit logits add the
@@ -178,7 +183,8 @@ class FullLoss(Loss):
             forward = (4 + 4 * shape.copies_shifted + narrow) * elements
             backward = 8 * elements  # the gradient over the copy, and padded
         elif shape.compiled:
-            forward, backward, logits_bytes = logits_bytes, logits_bytes, logits_bytes // shape.chunks
+            forward, backward = logits_bytes, (1 + shape.handed_out) * logits_bytes
+            logits_bytes //= shape.chunks
         elif shape.narrow:  # logits, log-softmax and its fp32 copy; behind autocast the outputs' fp32 copy too
             there = 2 * logit + 4
             forward, backward = there * elements, max(there + 4 * shape.widened, logit + 8) * elements

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, Literal, final
 
 from planner.core import plugins
 from planner.core.records import dataclass
@@ -30,7 +30,8 @@ class Stack:
         title: its name for people.
         keeps_outputs: the loop's variable holds the model's outputs, and so all logits of a full loss, until the next
             forward's replace them. A trainer drops them as its loss function returns.
-        compiles_loss: torch.compile reaches the full loss: in the model's own forward, or compiled beside the layers.
+        compiles_loss: torch.compile reaches the full loss: "within" the model's own forward, which hands the logits out
+            too; "beside" the layers, compiled for itself; "": not.
         traces_masks: torch.compile traces transformers' making of the attention mask, which SDPA is then always handed;
             False where each layer alone is compiled, or the model is none of transformers'.
         widens_outputs: accelerate casts the outputs of a forward under autocast to fp32.
@@ -87,7 +88,7 @@ class Stack:
     name: str
     title: str
     keeps_outputs: bool = False
-    compiles_loss: bool = True
+    compiles_loss: Literal["", "beside", "within"] = "within"
     traces_masks: bool = True
     widens_outputs: bool = False
     upcasts_logits: bool = True
@@ -257,7 +258,7 @@ _ROWS = (
     Stack(
         name="plain-loop-own-model",
         title="a loop of one's own around a model of one's own",
-        compiles_loss=False,
+        compiles_loss="",
         source="rasbt/LLMs-from-scratch ch05/10_llm-training-speed: cross_entropy(logits.flatten(0, 1), targets) in a "
         "function beside the model",
         **_LOOP,
@@ -266,7 +267,7 @@ _ROWS = (
     Stack(
         name="cs336",
         title="the transformer of Stanford's CS336",
-        compiles_loss=False,
+        compiles_loss="",
         single_operations=True,
         source="stanford-cs336/assignment2-systems cs336-basics (model.py, nn_utils.py): einops.einsum and rearrange, "
         "softmax, silu and cross_entropy of single operations",
@@ -299,7 +300,7 @@ _ROWS = (
         title="prime-rl's trainers",
         traces_masks=False,
         keeps_outputs=True,
-        compiles_loss=False,
+        compiles_loss="",
         widens_outputs=True,
         trainer_overhead=False,
         reduces_fp32=True,
@@ -312,6 +313,7 @@ _ROWS = (
         title="torchtune's recipes",
         traces_masks=False,
         loss_chunks=8,
+        compiles_loss="beside",
         torch_nf4=True,
         source="torchtune 0.6 modules/loss/ce_chunked_output_loss.py (8 chunks, fp32 per chunk), recipes/"
         "lora_finetune_single_device.py (one dtype for all parameters, `del logits` before the backward), "
@@ -322,6 +324,7 @@ _ROWS = (
     Stack(
         name="torchtune-in-bwd",
         title="torchtune's full recipe with its optimizer in the backward",
+        compiles_loss="beside",
         traces_masks=False,
         loss_chunks=8,
         clips_gradients=False,
@@ -335,7 +338,7 @@ _ROWS = (
         name="torchtune-whole-loss",
         title="torchtune's recipes before their loss was cut",
         traces_masks=False,
-        compiles_loss=False,
+        compiles_loss="",
         torch_nf4=True,
         source="torchtune 0.1 to 0.3 modules/transformer.py (`self.output(h).float()`), recipes (torch.nn."
         "CrossEntropyLoss, not compiled)",
@@ -345,6 +348,7 @@ _ROWS = (
     Stack(
         name="torchtitan",
         title="torchtitan",
+        compiles_loss="beside",
         own_models=True,
         traces_masks=False,
         expandable_segments=True,
@@ -364,7 +368,7 @@ _ROWS = (
         one_kernel_gelu=True,
         keeps_outputs=True,
         loss_chunk_tokens=128,
-        compiles_loss=False,
+        compiles_loss="",
         clips_gradients=False,
         source="litgpt 0.5 finetune/lora.py (`logits` lives through fabric.backward; adapters in the precision's "
         "type), utils.py chunked_cross_entropy (128 tokens at a time, logits in their own type); 0.5.13 model.py "
@@ -419,7 +423,7 @@ _ROWS = (
         name="mlx",
         title="MLX-LM",
         clips_gradients=False,
-        compiles_loss=False,
+        compiles_loss="",
         source="mlx-lm 0.32 tuner/trainer.py (default_loss: logits in their own type, no clipping), tuner/lora.py "
         "(adapters in fp32)",
         **_OWN_MODEL,

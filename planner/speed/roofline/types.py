@@ -148,8 +148,8 @@ def _conditions_of(stack: str, reentrant: bool, compiled: bool, fsdp_version: in
     by = STACKS[stack]
     conditions = Conditions(
         fused_norm_rope=by.fused,
-        fused_loss=(by.in_place_loss and not by.shifted_loss) or (compiled and by.compiles_loss),
-        padded_head=compiled and by.compiles_loss,
+        fused_loss=(by.in_place_loss and not by.shifted_loss) or (compiled and bool(by.compiles_loss)),
+        padded_head=compiled and bool(by.compiles_loss),
         single_operations=by.single_operations and not compiled,
         fused_lora=by.fused,
         reentrant_checkpointing=reentrant,
