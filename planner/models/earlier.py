@@ -39,7 +39,7 @@ def of_transformers_4(model: ModelSpec) -> ModelSpec:
 
 @lru_cache(maxsize=64)
 def with_one_kernel_gelu(model: ModelSpec) -> ModelSpec:
-    """The model whose GELU is one kernel, where transformers' `NewGELUActivation` and its like are single operations."""
+    """The model whose GELU is one kernel, where transformers' `NewGELUActivation` and its like are several."""
     mlps = [(layer, layer.mlp) for layer in model.layer_kinds]
     kinds = tuple(
         replace(layer, mlp=replace(mlp, activation="gelu_pytorch_tanh"))

@@ -58,9 +58,9 @@ class LossShape:
         with_reference: a reference is asked between its forward and its backward.
         widened: the outputs of the model are cast to fp32.
         compiled: torch.compile makes one kernel of the full loss each way, which keeps the logits as they come.
-        handed_out: how many tensors of the logits' size and type that kernel's backward finds or makes beside them where
-            the compiled forward hands them out too, so that it may not write over them: the loss's gradient, and in one
-            graph with the loss the zeros that autograd hands it for the logits, of which nobody asked a gradient.
+        handed_out: tensors of the logits' size that kernel's backward has beside them where the compiled forward hands
+            them out too, so that it may not write over them: the loss's gradient, and in one graph with the loss the
+            zeros that autograd gives it for the logits, of which nobody asked a gradient.
         upcast_early: the model itself upcasts its logits, whose 16-bit form is gone by then (transformers before 4.46).
         log_probs: how an older TRL takes log-probabilities of them (`SetupValues.log_probs`).
         copies_shifted: the loss copies all logits but the last ones (before 4.49).
