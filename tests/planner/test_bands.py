@@ -273,7 +273,7 @@ def test_on_several_gpus_its_speed_is_as_sure_as_the_trainers(stack: str) -> Non
     assert bands[0] == bands[1]
 
 
-@pytest.mark.parametrize(("stack", "words"), [("accelerate-loop", "-55 to +"), ("trl", "±")])
+@pytest.mark.parametrize(("stack", "words"), [("accelerate-loop", "-"), ("trl", "±")])
 def test_a_speed_s_band_is_the_same_in_text_and_json(stack: str, words: str) -> None:
     """ "±143 %" stood for runs of which the slowest had 41 % of the predicted speed and the fastest 13 % more."""
     gpu, setup = find_gpu("h100-sxm"), TrainSetup(stack=stack)
