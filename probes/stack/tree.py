@@ -34,6 +34,8 @@ from probes.stack.traits import norm_kind, traits_of_model
 
 MAX_LAYERS = 1000
 _ATTENTION = re.compile(r"att|mixer", re.IGNORECASE)
+_SOFTMAX = re.compile(r"(?<!Delta)(?<!Linear)Attention")
+"""Classes that are taken to score every pair of tokens."""
 _MLP = re.compile(r"mlp|ff|feed_?forward|moe|expert|intermediate|output|DenseReluDense", re.IGNORECASE)
 """Names of what mixes no tokens; a matrix below another name, and not directly in its layer, belongs to a mixer."""
 _IDLE = re.compile(r"vision|visual|audio|image|multi_modal|embed_vision|connector")
@@ -431,7 +433,7 @@ def _attention(
         return None
     module = modules[mixing.name.rpartition(".")[0]]
     out = roles["o"].in_features if "o" in roles else hidden
-    softmax = isinstance(getattr(module, "is_causal", None), bool) or "Attention" in type(module).__name__
+    softmax = isinstance(getattr(module, "is_causal", None), bool) or bool(_SOFTMAX.search(type(module).__name__))
     heads = _count(module, "num_heads", "num_attention_heads", "n_heads", "num_v_heads") if not softmax else None
     heads = heads or _count(text, "num_attention_heads", "n_head") or _count(module, "num_heads", "n_heads") or 1
     dim = _count(module, "qk_head_dim", "head_dim", "head_k_dim", "ssm_state_size") or max(1, out // heads)

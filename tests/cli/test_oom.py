@@ -225,6 +225,11 @@ def test_the_source_line_alone_tells_the_part(code: str, phase: str) -> None:
         ("unsloth/save.py:merge_and_overwrite_lora", "save"),
         ("trainer/ccip_trainer.py:val_one_epoch", "evaluation"),
         ("axolotl/train.py:setup_model_and_tokenizer", "load"),
+        ("vllm/engine/llm_engine.py:_initialize_kv_caches", "vllm-start"),
+        ("deepspeed/runtime/zero/partitioned_param_coordinator.py:__all_gather_params", "gather"),
+        ("torch/nn/utils/clip_grad.py:clip_grad_norm_", "backward"),
+        ("bitsandbytes/functional.py:get_paged", "optimizer"),
+        ("unsloth_zoo/fused_losses/cross_entropy_loss.py:_get_chunk_multiplier", "unsloth-loss"),
     ],
 )
 def test_a_call_alone_tells_the_part(call: str, phase: str) -> None:
@@ -239,6 +244,11 @@ def test_the_card_is_among_those_of_its_total(total: str, card: str) -> None:
     cards = diagnose(f"CUDA out of memory. Tried to allocate 1.96 GiB (GPU 0; {total} GiB total capacity").cards
     assert card in cards
     assert not any(key.startswith("apple") for key in cards)
+
+
+def test_unsloths_own_words_for_a_full_card_are_an_out_of_memory_error() -> None:
+    text = "RuntimeError: Unsloth: No or negligible GPU memory available for fused cross entropy."
+    assert diagnose(text).message.where == "device"
 
 
 def test_a_card_of_no_memory_and_a_line_without_an_end_are_read() -> None:
@@ -425,6 +435,8 @@ def test_advice_is_of_the_program_that_ran() -> None:
         return " ".join(diagnose(f"{said}\n{as_python(calls)}\n{NEW.format(**PLAIN)}").causes[0].changes)
 
     assert "per_device" in changes(*CASES["loss"])
+    assert "loss_type='chunked_nll'" in changes(*CASES["loss"])
+    assert "loss_type" not in changes(f"{SITE}/trl/trainer/grpo_trainer.py:_compute_loss", CASES["loss"][-1])
     own = changes("/work/loop.py:main", f"{SITE}/torch/nn/modules/module.py:_call_impl", CASES["loss"][-1])
     assert "micro-batch" in own
     assert not any(word in own for word in ("per_device", "use_liger", "optim="))

@@ -45,6 +45,11 @@ def test_a_stranger_whose_layers_are_no_softmax_has_the_widest_band() -> None:
     stranger = replace(llama, from_tree=True)
     assert memory_band(stranger, TrainSetup()) == TREE_BAND
     assert memory_band(replace(stranger, layer_kinds=(scan,)), TrainSetup()) == MIXER_BAND
+    scan_beside = replace(layer.linears[0], name="mamba.in_proj", role="mixer")  # as Falcon-H1's, +61 % unnamed
+    latent = replace(scan_beside, name="self_attn.kv_a_proj_with_mqa")  # of the attention itself
+    for matrix, band in ((scan_beside, MIXER_BAND), (latent, TREE_BAND)):
+        mixed = replace(layer, linears=(*layer.linears, matrix))
+        assert memory_band(replace(stranger, layer_kinds=(mixed,)), TrainSetup()) == band
     mlps = tuple(linear for linear in layer.linears if linear.role in ("gate", "up", "down"))
     apart = replace(layer, linears=tuple(linear for linear in layer.linears if linear not in mlps), mlp=None)
     lists = replace(stranger, layer_kinds=(apart,), outer_linears=mlps * llama.num_layers)  # as XLM's and FlauBERT's

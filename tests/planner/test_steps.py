@@ -208,6 +208,12 @@ def test_what_is_no_padding_decides_the_micro_batch(tmp_path: Path) -> None:
     assert epochs[True][0] < 0.8 * epochs[False][0]  # the mask of packed samples costs the causal half
 
 
+def test_tokens_of_a_sample_are_not_taken_for_those_of_an_epoch() -> None:
+    with pytest.raises(UsageError, match="less than one a sample") as caught:
+        workload_for("HuggingFaceTB/SmolLM2-135M", "rtx-4090", RequestOptions(samples=50_000, dataset_tokens=2_000))
+    assert "--tokens 100000000" in caught.value.hint
+
+
 def test_a_file_has_its_own_number_of_samples(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "hello"}')

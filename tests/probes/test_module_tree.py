@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+from torch import nn
 
 from finetune_planner.app.levels import dry_runs_ahead
 from planner.core.errors import ConfigError, UnknownModelError
@@ -30,7 +32,7 @@ from planner.setup import TrainSetup
 from probes.module_tree import spec_of_tree
 from probes.stack.build import bare_model
 from probes.stack.configs import load_config
-from probes.stack.tree import _IDLE
+from probes.stack.tree import _IDLE, _layer
 from tests.planner.helpers import loaded
 from tests.planner.launch_sweep import request
 from tests.probes.dryrun_small import dried
@@ -135,6 +137,21 @@ def test_a_model_that_sees_images_is_counted_whole(name: str) -> None:
     assert encoder == sum(
         isinstance(module, torch.nn.Linear) for path, module in model.named_modules() if _IDLE.search(path)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("DeltaAttention", "linear"), ("TextLinearAttention", "linear"), ("SelfAttention", "softmax")]
+)
+def test_a_delta_rule_that_is_called_attention_is_none(name: str, kind: str) -> None:
+    """Kimi Linear's and Bailing's layers, 161 % above the formula of a softmax, whose band said 50."""
+    matrices = {leaf: nn.Linear(64, 64) for leaf in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    mixer = type(name, (nn.Module,), {})()
+    for leaf, matrix in matrices.items():
+        mixer.add_module(leaf, matrix)
+    layer = nn.ModuleDict({"self_attn": mixer})
+    spec = _layer(layer, 0, SimpleNamespace(num_attention_heads=4), "model.layers", 64, True, set())
+    assert spec.attention is not None
+    assert spec.attention.kind == kind
 
 
 def test_what_fills_masks_predicts_no_next_token() -> None:

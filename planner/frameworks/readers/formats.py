@@ -42,6 +42,7 @@ OTHER_TOOLS = {
     "litgpt's pretraining": {"model_name", "model_config", "initial_checkpoint_dir"},
     "AutoTrain": {"task", "base_model", "project_name"},
     **{f"NeMo-RL ({algorithm})": {algorithm, "policy"} for algorithm in ("grpo", "sft", "dpo", "rm")},
+    "NeMo-RL": {"defaults", "policy", "cluster"},  # a recipe, of which another file says the algorithm
     "MMEngine": {"train_dataloader", "optim_wrapper"},
 }
 """Engines that are not planned -> settings that only their files have together."""

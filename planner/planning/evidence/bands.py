@@ -14,7 +14,7 @@ from planner.core.records import dataclass
 from planner.core.shipped import DATA
 from planner.core.units import percent
 from planner.hardware.gpu import GpuSpec
-from planner.models.spec import LIKE_BERT, ModelSpec
+from planner.models.spec import LIKE_BERT, LayerSpec, ModelSpec
 from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
 from planner.setup.outcome import Band, Prediction, speed_sides
@@ -134,10 +134,18 @@ def _least_band(setup: TrainSetup) -> float:
 
 
 def unknown_mixers(model: ModelSpec) -> bool:
-    """Whether a module tree shows layers that mix tokens by no softmax: state spaces, delta rules, recurrences."""
+    """Whether a module tree shows layers that mix tokens by no softmax: state spaces, delta rules, recurrences; alone,
+    or beside an attention (Falcon-H1)."""
     return model.from_tree and any(
-        layer.attention is not None and layer.attention.kind == "linear" for layer in model.layer_kinds
+        layer.attention is not None and (layer.attention.kind == "linear" or _mixes_beside(layer))
+        for layer in model.layer_kinds
     )
+
+
+def _mixes_beside(layer: LayerSpec) -> bool:
+    """Whether matrices mix tokens that lie in no attention of the layer's."""
+    attentions = tuple(linear.name.rpartition(".")[0] for linear in layer.linears if linear.role in ("q", "qkv"))
+    return any(linear.role == "mixer" and not linear.name.startswith(attentions) for linear in layer.linears)
 
 
 def time_band(model: ModelSpec, gpu: GpuSpec) -> float:

@@ -53,6 +53,9 @@ OF_UNSLOTH = {
     GRADIENT_CHECKPOINTING: "use_gradient_checkpointing='unsloth' in get_peft_model, where it is off or True",
     FUSED_LOSS: "UNSLOTH_RETURN_LOGITS=1 left out, where it is set: the logits come in pieces without it",
 }
+OF_PAIRS = re.compile(r"trl/.*/(?:dpo|kto|cpo|orpo|grpo|rloo|online_dpo|nash_md|xpo|gkd)_trainer\.py")
+"""Trainers whose `loss_type` says another thing than supervised training's."""
+WITHOUT_LOSS_TYPE = {FUSED_LOSS: "use_liger_kernel=True: the logits never exist as a whole"}
 PAGED = {EIGHT_BIT: "optim='paged_adamw_8bit', where it is not paged yet: states move to the host as the card fills"}
 """Where bitsandbytes' optimizer runs: large embeddings have 32-bit states in its 8-bit ones too."""
 
@@ -144,6 +147,7 @@ def _applying(changes: Iterable[str], message: Message, *, adapters: bool) -> It
     words = {
         **(IN_CODE if own_loop else {}),
         **(OF_UNSLOTH if any("unsloth" in file for file in files) else {}),
+        **(WITHOUT_LOSS_TYPE if any(map(OF_PAIRS.search, files)) else {}),
         **(PAGED if any("bitsandbytes/optim/" in file for file in files) else {}),
         **(OF_ADAPTERS if adapters else {}),
     }

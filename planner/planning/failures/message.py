@@ -63,7 +63,8 @@ _FIGURES = {
 _DEVICE_ERRORS = re.compile(
     r"(?:CUDA|HIP|XPU|GPU)[: ]{1,2}(?:error: )?out[- ]of[- ](?:the )?memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED"
     r"|MPS backend out of memory|OutOfMemoryError|(?-i:Tried) to allocate \d|Failed to CUDA calloc"
-    r"|^Allocation on device\b|cudaErrorMemoryAllocation|cuda runtime error \(2\)",
+    r"|^Allocation on device\b|cudaErrorMemoryAllocation|cuda runtime error \(2\)"
+    r"|negligible GPU memory available",
     re.IGNORECASE,
 )
 _CAUGHT = re.compile(r"\bCaught \w{1,60} in (?:replica|\w{1,40} process)")
@@ -372,6 +373,21 @@ PHASES = {
             *(FUSED_LOSS, MICRO_BATCH, SHORTER),
         ),
         (
+            "unsloth-loss",
+            "Unsloth's loss, whose pieces are sized by what the card has free",
+            "nothing was free: what PyTorch only caches is taken there too (unsloth_zoo, fused_losses)",
+            "UNSLOTH_CE_LOSS_TARGET_GB=1, set before unsloth is imported: pieces of that size",
+            *(EXPANDABLE, MICRO_BATCH, SHORTER),
+        ),
+        (
+            "gather",
+            "gathering a layer's weights from the other GPUs",
+            "the card was full as they came: of activations, gradients and layers gathered ahead",
+            *(GRADIENT_CHECKPOINTING, MICRO_BATCH),
+            "DeepSpeed ZeRO-3: stage3_max_live_parameters and stage3_prefetch_bucket_size down, slower",
+            SHORTER,
+        ),
+        (
             "recompute",
             "the backward pass, running a checkpointed layer again",
             "one layer's activations and gradients exist beside the kept ones",
@@ -426,6 +442,14 @@ PHASES = {
             "a shorter max_completion_length",
         ),
         (
+            "vllm-start",
+            "starting vLLM",
+            "it takes vllm_gpu_memory_utilization of the whole card, beside the model that trains",
+            "vllm_gpu_memory_utilization down (0.3 is TRL's default), or vllm_enable_sleep_mode=True",
+            "vllm_max_model_length: the prompt and the completion, not all that the model can read",
+            "vllm_mode='server': vLLM on a GPU of its own",
+        ),
+        (
             "reference",
             "the reference model's pass",
             "a second whole model, or a pass with the adapters off, beside the one that is trained",
@@ -477,6 +501,11 @@ _RULES = (
     ),
     ("save", rf":(?:{_SAVES}|consolidate\w*|merge)$"),
     (
+        "vllm-start",
+        r"vllm/.*:(?:from_engine_args|_initialize_kv_caches|determine_(?:num_available_blocks|available_memory)"
+        r"|profile_run|capture_model|initialize_from_config)$",
+    ),
+    (
         "generation",
         r"generation/utils\.py:|(?::_?generate(?!_and_score)\w*|:unwrap_model_for_generation)$|vllm/|:_sample$|:_prefill$",
     ),
@@ -484,19 +513,21 @@ _RULES = (
     ("save", r"torch/optim/optimizer\.py:load_state_dict$"),
     (
         "optimizer",
-        r"torch/optim/(?!lr_scheduler)\w+\.py:|bitsandbytes/optim/|:(?:init_state|_init_group|_take_model_step)$",
+        r"torch/optim/(?!lr_scheduler)\w+\.py:|bitsandbytes/optim/|:(?:init_state|_init_group|_take_model_step|get_paged)$",
     ),
     ("optimizer", r"accelerate/optimizer\.py:step$|grad_scaler\.py:(?:step|_maybe_opt_step)$"),
     ("optimizer", r"(?:low_level_optim|hybrid_adam|stage_1_and_2|stage3|cpu_adam|fused_adam)\.py:step$"),
     ("kbit-cast", r":prepare_model_for_kbit_training$"),
     ("reference", rf":(?:{_REFERENCE})$"),
     ("recompute", r":(?:unpack_hook|inner_unpack|recompute_fn\w*)$|checkpoint(?:ing)?\.py:(?:backward)?$"),
+    ("unsloth-loss", r"unsloth_zoo/fused_losses/.*:_?get_chunk_\w+$"),
     ("loss", r"accelerate/utils/operations\.py:_?convert_to_fp32$"),
     (
         "loss",
         rf"loss/loss_\w+\.py:|(?:loss|cross_entropy)\.py:forward$|:(?:{_LOSSES}|fixed_cross_entropy|fused_linear\w*)$",
     ),
-    ("backward", r":(?:backward|_engine_run_backward|apply_backward)$"),
+    ("backward", r":(?:backward|_engine_run_backward|apply_backward|clip_grad_norm_?|clip_grads_with_norm_?)$"),
+    ("gather", r":(?:fetch_sub_module|_{0,2}all_gather_(?:params|coalesced)_?|_?unshard)$"),
     (
         "attention",
         r":(?:\w*attention_forward|scaled_dot_product_attention|_flash_attention_forward|softmax|repeat_kv)$",
