@@ -39,11 +39,13 @@ from reports.markdown import bullets, document, escape, fenced, table
 from reports.plain import clean, joined
 from reports.plan_json import plan_from_dict, plan_to_dict
 from reports.rows import (
+    COMPARED_RIGHT,
     SOURCE_HEADER,
     best_terms,
     breakdown,
     chosen_and_alternatives,
     compared,
+    compared_cells,
     compared_words,
     failures,
     level_table,
@@ -292,21 +294,9 @@ def plan_markdown(plan: Plan | NoPlan, extras: Extras | None = None) -> str:
     blocks += ["## Why: the decision tree", "\n".join(tree)] if tree else []
     if isinstance(plan, Plan) and plan.alternatives:
         header = ("", "difference", "tokens/s", "from", "peak", "from ", "rank", "fits", "what it costs or buys")
-        rows = [
-            (
-                row.label,
-                setup_difference(chosen.setup, row.candidate.setup),
-                f"{row.speed.tokens_per_s:,.0f}" if row.speed.tokens_per_s else "-",
-                text.speed_mark(row.speed),
-                gib(row.peak.peak_device_bytes),
-                text.memory_mark(row.peak),
-                str(row.candidate.setup.lora_rank or "-"),
-                text.fit_word(row.candidate),
-                row.trade,
-            )
-            for row in view["beside"]
-        ]
-        blocks += ["## Beside it", table(header, rows, right=("tokens/s", "peak", "rank")), escape(view["beside_note"])]
+        cells = [compared_cells(plan, row) for row in view["beside"]]
+        rows = [[row[column] for column in header] for row in cells]
+        blocks += ["## Beside it", table(header, rows, right=COMPARED_RIGHT), escape(view["beside_note"])]
     moved = [_numbers(chart["table"]) for chart in view["moved"]]
     blocks += ["## If one thing moved", *moved] if moved else []
     blocks += [escape(text.space_sentence(plan)), "## Every level of the chosen setup", _numbers(view["levels"])]

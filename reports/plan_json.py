@@ -5,7 +5,7 @@ Each candidate has the interchange form with the same keys on every level; `fits
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -72,30 +72,19 @@ DATA_KEYS = {
 
 def level_to_dict(evidence: Prediction | Measurement | ProbeFailure, *, detail: bool = False) -> dict[str, Any]:
     """One level's answer with LEVEL_KEYS; with `detail` also the single terms, as [category, name, bytes, phases]."""
-    values: dict[str, Any] = dict.fromkeys(LEVEL_KEYS)
-    values["level"], values["terms"] = evidence.level.value, {}
+    values: dict[str, Any] = dict.fromkeys(LEVEL_KEYS) | {"terms": {}, "notes": [], "note_places": []}
+    named = [key for key in LEVEL_KEYS if key != "terms" and hasattr(evidence, key)]
+    values |= {key: to_jsonable(getattr(evidence, key)) for key in named}
     if isinstance(evidence, ProbeFailure):
-        values["failure"] = {"kind": evidence.kind.value, "message": evidence.message, "log_path": evidence.log_path}
-        values["notes"], values["note_places"] = [], []
-        return values
-    for key in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_time_s", "tokens_per_s"):
-        values[key] = getattr(evidence, key)
-    values["phase_peaks_bytes"] = dict(evidence.phase_peaks_bytes)
-    values["mfu_fraction"] = evidence.mfu_fraction
-    values["notes"], values["note_places"] = list(evidence.notes), places(evidence.notes)
+        failure = {"kind": evidence.kind.value, "message": evidence.message, "log_path": evidence.log_path}
+        return values | {"failure": failure}
+    values["note_places"] = places(evidence.notes)
     if isinstance(evidence, Measurement):
-        values["time_band_fraction"] = evidence.time_band_fraction
-        values["measured"] = {name: value for name, value in to_jsonable(evidence).items() if name not in LEVEL_KEYS}
-        return values
+        measured = {name: value for name, value in to_jsonable(evidence).items() if name not in LEVEL_KEYS}
+        return values | {"measured": measured}
     for term in evidence.terms:
         values["terms"][term.category] = values["terms"].get(term.category, 0) + term.size_bytes
-    for key in ("peak_phase", "memory_band_fraction", "time_band_fraction"):
-        values[key] = getattr(evidence, key)
-    values["time_parts_s"] = dict(evidence.time_parts_s)
-    if evidence.bands:
-        values["bands"] = {name: list(band) for name, band in evidence.bands.items()}
-    if evidence.rank_peaks:
-        values["rank_peaks"] = [list(peak) for peak in evidence.rank_peaks]
+    values |= {name: to_jsonable(value) for name in ("bands", "rank_peaks") if (value := getattr(evidence, name))}
     if detail:
         values["term_list"] = [
             [term.category, term.name, term.size_bytes, list(term.phases)] for term in evidence.terms
@@ -309,18 +298,14 @@ def candidate_from_dict(values: Mapping[str, Any]) -> Candidate:
 def level_from_dict(values: Mapping[str, Any]) -> Prediction | Measurement | ProbeFailure:
     if values["failure"] is not None:
         return decode(ProbeFailure, {"level": values["level"], **values["failure"]}, "failure")
-    keys = ["level", "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "phase_peaks_bytes"]
-    keys += ["mfu_fraction", "notes"]
-    if values["measured"] is not None:
-        figures = {**{key: values[key] for key in keys}, **values["measured"]}
-        return decode(Measurement, figures, "probe")
-    keys += ["step_time_s", "tokens_per_s", "peak_phase", "memory_band_fraction", "time_band_fraction", "time_parts_s"]
-    terms = [
+    kind: type[Prediction | Measurement] = Prediction if values["measured"] is None else Measurement
+    figures = {field.name: values[field.name] for field in fields(kind) if field.name in LEVEL_KEYS}
+    if kind is Measurement:
+        return decode(Measurement, {**figures, **values["measured"]}, "probe")
+    figures["terms"] = [
         {"category": category, "name": name, "size_bytes": size, "phases": phases}
         for category, name, size, phases in values.get("term_list")
         or ([name, name, size, list(PHASES)] for name, size in values["terms"].items())
     ]
-    figures = {**{key: values[key] for key in keys}, "terms": terms, "rank_peaks": values.get("rank_peaks", [])}
-    figures["bands"] = values.get("bands", {})
-    prediction = decode(Prediction, figures, str(values["level"]))
-    return replace(prediction, notes=_notes(values))
+    figures |= {name: values[name] for name in ("bands", "rank_peaks") if name in values}
+    return replace(decode(Prediction, figures, str(values["level"])), notes=_notes(values))

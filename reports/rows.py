@@ -14,7 +14,17 @@ from planner.setup.memory_terms import MemoryTerm
 from planner.setup.outcome import Candidate, Measurement, Prediction, ProbeFailure
 from reports.extras import Extras
 from reports.plain import clean
-from reports.text import LEVEL_WORDS, failure_words, memory_band_text, memory_mark, rate, speed_band, speed_mark
+from reports.setup_text import setup_difference
+from reports.text import (
+    LEVEL_WORDS,
+    failure_words,
+    fit_word,
+    memory_band_text,
+    memory_mark,
+    rate,
+    speed_band,
+    speed_mark,
+)
 
 CATEGORY_WORDS = {
     "weights": "weights",
@@ -206,6 +216,26 @@ def compared(plan: Plan, num_fitting: int | None = None) -> list[Row]:
 
 def _fits(row: Row | tuple[str, Candidate, str]) -> bool:
     return row[1].fits
+
+
+COMPARED_RIGHT = ("tokens/s", "peak", "rank")
+"""Columns of numbers of `compared_cells`."""
+
+
+def compared_cells(plan: Plan, row: Row) -> dict[str, str]:
+    """Column -> what it says of a row of `compared`; "from" is of the speed, "from " of the peak."""
+    setup, speed = row.candidate.setup, row.speed.tokens_per_s
+    return {
+        "": clean(row.label),
+        "tokens/s": f"{speed:,.0f}" if speed else "-",
+        "from": speed_mark(row.speed),
+        "peak": gib(row.peak.peak_device_bytes),
+        "from ": memory_mark(row.peak),
+        "rank": str(setup.lora_rank or "-"),
+        "fits": fit_word(row.candidate),
+        "difference": setup_difference(plan.chosen.setup, setup),
+        "what it costs or buys": clean(row.trade),
+    }
 
 
 def compared_words(plan: Plan, rows: Sequence[Row]) -> str:

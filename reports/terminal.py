@@ -28,18 +28,20 @@ from reports.command import default_next_command
 from reports.page import Page
 from reports.plain import clean, plural
 from reports.rows import (
+    COMPARED_RIGHT,
     MIN_SHOWN_BYTES,
     MemoryRow,
     Row,
     best_terms,
     breakdown,
     compared,
+    compared_cells,
     compared_words,
     failures,
     level_table,
     notes_of,
 )
-from reports.setup_text import setup_difference, setup_words, workload_words
+from reports.setup_text import setup_words, workload_words
 
 if TYPE_CHECKING:
     from planner.samples.lengths import OverLengths
@@ -221,33 +223,14 @@ def _alternatives(page: Page, plan: Plan) -> None:
     if not plan.alternatives:
         return
     page.head("Beside it")
-    wide, narrow = page.console.width >= 110, page.console.width < NARROW
-    columns = (
-        "",
-        "tokens/s",
-        "peak",
-        *(() if narrow else ("rank",)),
-        "fits",
-        *(("from", "difference") if wide else ()),
-        *(() if narrow else ("what it costs or buys",)),
-    )
-    table = page.table(*columns, right=("tokens/s", "peak", "rank"))
+    more = [] if page.console.width < NARROW else ["what it costs or buys"]
+    columns = ["", "tokens/s", "peak", *(["rank"] if more else ()), "fits"]
+    columns += (["from", "difference"] if page.console.width >= 110 else []) + more
+    table = page.table(*columns, right=COMPARED_RIGHT)
     rows = compared(plan)
-    for label, candidate, peak, speed, trade in rows:
-        setup = candidate.setup
-        words = setup_difference(plan.chosen.setup, setup)
-        extra = (text.speed_mark(speed), words) if wide else ()
-        page.row(
-            table,
-            clean(label),
-            f"{speed.tokens_per_s:,.0f}" if speed.tokens_per_s else "-",
-            gib(peak.peak_device_bytes),
-            *(() if narrow else (str(setup.lora_rank) if setup.lora_rank else "-",)),
-            text.fit_word(candidate),
-            *extra,
-            *(() if narrow else (clean(trade),)),
-            style="bold" if candidate is plan.chosen else "",
-        )
+    for row in rows:
+        cells = compared_cells(plan, row)
+        page.row(table, *(cells[column] for column in columns), style="bold" if row.candidate is plan.chosen else "")
     page.show(table)
     page.line(compared_words(plan, rows), style="dim", indent=2)
 
