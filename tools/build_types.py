@@ -15,19 +15,29 @@ import tarfile
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
 from planner.core.shipped import MODEL_TYPES
 from planner.frameworks.exporters import deepspeed, llamafactory, mlx, torchtitan, unsloth
 from planner.models import catalogue
-from planner.models.encoders import SEEING
+from planner.models.encoders import MAKERS, made
+from planner.models.families import llama_like
+from planner.models.families.fields import Fields
+from planner.models.spec import ModelSpec
 from planner.setup.packages import LIGER, TESTED
+from probes.module_tree import spec_of_tree
+from probes.stack.build import bare_model
 
 Facts = dict[str, Any]
 Source = Callable[[str], str]
@@ -42,7 +52,8 @@ LAST_4 = "4.57.1"
 
 
 def main() -> None:
-    facts: Facts = {**of_transformers(), **of_modeling(), **of_vision(), **of_peft()}
+    facts: Facts = {**of_transformers(), **of_modeling(), **of_peft(), **of_decoders(listed()), **of_processors()}
+    facts |= of_vision(facts["processor"])
     with tempfile.TemporaryDirectory() as folder:
         for package, read in READERS.items():
             facts |= read(downloaded(package, READ[package], Path(folder)))
@@ -84,7 +95,6 @@ def of_transformers() -> Facts:
     experts on other GPUs; of these, those whose plan splits dense matrices too; of mixtures whose experts' matrices its
     checkpoints still have one by one, as version 4 had them in modules, the block's name in a layer and those of an
     expert's gate, up and down projection; encoders, which fill masks."""
-    from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
 
     text = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *listed()}
@@ -146,18 +156,18 @@ def of_modeling() -> Facts:
     package's other one itself, the kernel that flash attention runs whatever is asked for, that it clamps weights in
     place, that its head for scores has a matrix of that name before its last one, that its loop over the layers holds
     what one gives, its attention's weights with it, while the next one runs, that its eager attention keeps its scores
-    beside those that a mask was added to, that each layer has a mask of all positions as a buffer, and that its layer's
-    classes are BERT's word for word; and the part of a model, by its section of the configuration, that refuses SDPA
-    while the rest has it.
+    beside those that a mask was added to, that each layer has a mask of all positions as a buffer, that
+    its mask is made whatever stands in it, that its head for scores has a matrix before its last one, and that its
+    layer's classes are BERT's word for word; and the part of a model, by its section of the configuration, that refuses
+    SDPA while the rest has it.
     """
-    from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto as auto
 
     facts: Facts = {
         "masks_without_positions": set(), "own_attention_table": set(), "hands_on_delta_rule": set(),
         "own_delta_rule": set(), "clamps_weights": set(), "flash_kernel": {}, "part_without_sdpa": {},
         "bert_layers": set(), "positions_to_flash": set(), "pre_classifier": set(), "holds_layer_outputs": set(),
-        "keeps_unmasked_scores": set(), "mask_buffers": set(),
+        "keeps_unmasked_scores": set(), "mask_buffers": set(), "inner_heads": set(), "always_masked": set(),
     }  # fmt: skip
     of_bert = _layer_classes(bert.read_text()) if (bert := modeling("bert")) is not None else {}
     for name in sorted(
@@ -196,6 +206,8 @@ _WORDS = {
     "own_delta_rule": r"\bchunk_kda\b",
     "clamps_weights": r"\.weight\.data\.clamp_\(",
     "pre_classifier": r"(?s)\nclass \w+ForSequenceClassification\((?:(?!\nclass ).)*self\.pre_classifier = nn",
+    "inner_heads": r"(?s)\nclass \w+ForSequenceClassification\((?:(?!\nclass ).)*(ClassificationHead|ContextPooler)\(",
+    "always_masked": r"allow_is_causal_skip=False",
     "mask_buffers": r"torch\.tril\(torch\.ones\(\(max_positions, max_positions\), dtype=bool",
     "keeps_unmasked_scores": r"softmax\(\w+ \+ \w+|attn_weights = attention_scores\.",
     "holds_layer_outputs": r"(\w*outputs) = (?:block|\w*layer)\((?:[^()]|\([^()]*\))*\)\s+hidden_states = \1\[0\]",
@@ -217,8 +229,6 @@ _LAYER = ("SelfAttention", "SelfOutput", "Attention", "Intermediate", "Output", 
 
 def modeling(model_type: str) -> Path | None:
     """The file of a type's classes in the installed transformers, None where it has none."""
-    from transformers import CONFIG_MAPPING
-
     package = find_spec("transformers")
     if model_type not in CONFIG_MAPPING or package is None or package.origin is None:
         return None
@@ -238,16 +248,59 @@ def _hands_positions_on(path: Path) -> bool:
     return all("position_ids" in words or ("**" in words and shared) for words in calls)
 
 
-def of_vision() -> Facts:
+def of_processors() -> Facts:
+    """Of types whose pictures are planned the class of their processor: those of whose encoder that class's other types
+    have every matrix in the same place, which a model of a layer of text shows."""
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    processors = {name: PROCESSOR_MAPPING_NAMES.get(name) for name in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    known = {name: processor for name, processor in processors.items() if processor in MAKERS}
+    return {"processor": {name: processor for name, processor in known.items() if sees_as(name, processor)}}
+
+
+def sees_as(name: str, processor: str) -> bool:
+    """Whether a type has, in the same place, the matrices of the encoder behind a processor."""
+    with suppress(Exception):  # whatever else it is, it is none that is known
+        config = CONFIG_MAPPING[name]()
+        config.vision_config = _vision(name)[0]
+        text = config.get_text_config()
+        text.num_hidden_layers = min(text.num_hidden_layers, 1)
+        trunk = replace(catalogue.load("gpt2"), hidden_size=text.hidden_size, config=config.to_dict())
+        encoder = made(processor, trunk, config.vision_config.to_dict(), 448, 448)
+        if encoder.convolves:  # timm's, which is told by its name
+            return True
+        model = bare_model(config, torch.bfloat16, "eager", seeing=True)
+        shapes = {key.removesuffix(".weight"): {*weight.shape} for key, weight in model.named_parameters()}
+        parts = [(f"{layer.path}.0", layer) for layer in encoder.model.layer_kinds]
+        for projector in encoder.projectors:
+            parts.append((projector.layer.path + ".0" * (projector.num > 1), projector.layer))
+        matrices = [(f"{path}.{matrix.name}", matrix) for path, layer in parts for matrix in layer.linears]
+        return all(shapes.get(key) == {matrix.in_features, matrix.out_features} for key, matrix in matrices)
+    return False
+
+
+def _vision(name: str) -> tuple[Any, type, Any]:
+    """The section of the encoder as a type's class makes it, its class, and the section where the whole has one of its
+    own."""
+    from transformers import AutoConfig
+
+    whole, kind = (
+        getattr(CONFIG_MAPPING[name](), "vision_config", None),
+        CONFIG_MAPPING[name].sub_configs["vision_config"],
+    )
+    kind = type(whole) if kind is AutoConfig else kind
+    return (kind() if whole is None else whole), kind, whole
+
+
+def of_vision(names: Iterable[str]) -> Facts:
     """Of types whose pictures are planned the fields of their encoder's configuration, and what a configuration without
     one has beyond; the class that sees, where the causal one does not; the token type that a mask shows both ways."""
-    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
     from transformers.models.auto import modeling_auto as auto
 
     facts: Facts = {"vision_config": {}, "whole_vision_config": {}, "seeing_class": {}, "seen_both_ways": {}}
-    for name in SEEING:
-        whole, kind = CONFIG_MAPPING[name]().vision_config, CONFIG_MAPPING[name].sub_configs["vision_config"]
-        kind = type(whole) if kind is AutoConfig else kind
+    for name in names:
+        _, kind, whole = _vision(name)
         declared = {field.name for field in fields(kind)} - {field.name for field in fields(PreTrainedConfig)}
         own = {field: value for field, value in kind().to_dict().items() if field in declared | {"model_type"}}
         facts["vision_config"][name] = {field: value for field, value in own.items() if _is_plain(value)}
@@ -264,6 +317,108 @@ def of_vision() -> Facts:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float | str | list | tuple)
+
+
+_SMALL = {
+    "hidden_size": 96, "intermediate_size": 224, "num_hidden_layers": 12, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 1024, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_SLIDING = {"use_sliding_window": True, "max_window_layers": 5, "sliding_window": 512}
+
+
+def of_decoders(names: Iterable[str]) -> Facts:
+    """Of types that are Llama but for options their options (`planner.models.families.llama_like`), without those that
+    are as Llama's."""
+    rows: Facts = {}
+    for name in names:
+        with suppress(Exception):  # of whatever it is, it is not Llama's
+            options = _options(name)
+            if all(_is_built(name, options, config) for config in _variants(name)):
+                pairs = ((each, getattr(options, each.name)) for each in fields(options))
+                rows[name] = {each.name: _listed(value) for each, value in pairs if value != each.default}
+    return {"decoders": rows}
+
+
+def _listed(value: Any) -> Any:
+    return [*map(_listed, value)] if isinstance(value, tuple) else value
+
+
+def _declared(name: str) -> dict[str, Any]:
+    """Fields of a type's configuration with the class's defaults."""
+    return {each.name: each.default for each in fields(CONFIG_MAPPING[name])}
+
+
+def _variants(name: str) -> Iterator[Facts]:
+    """A small configuration, and all that differ in a flag, in windows, or in heads without groups."""
+    declared = _declared(name)
+    small = {"model_type": name, **{key: value for key, value in _SMALL.items() if key in declared}}
+    yield small
+    flags = [key for key, value in declared.items() if isinstance(value, bool) and not hasattr(PreTrainedConfig, key)]
+    others = [{key: not declared[key]} for key in flags if "bidirectional" not in key]  # which is no causal model
+    others.append({key: value for key, value in _SLIDING.items() if key in declared})
+    others.append({"num_key_value_heads": small["num_attention_heads"]})
+    for other in others:
+        with suppress(StrictDataclassError):  # two flags that its class wants alike
+            CONFIG_MAPPING[name](**{**small, **other})
+            yield {**small, **other}
+
+
+def _tree(config: Facts) -> ModelSpec:
+    return spec_of_tree(config, model_id="", source="")
+
+
+def _is_built(name: str, options: llama_like.ArchitectureOptions, config: Facts) -> bool:
+    """Whether transformers builds what the options say of a configuration."""
+    tree = _tree(config)
+    read = llama_like.built(Fields(CONFIG_MAPPING[name](**config).to_dict(), name), options)
+    own = {key: getattr(tree, key) for key in ("model_type", "config", "config_source", "from_tree", "moved_targets")}
+    return replace(read, **own) == tree
+
+
+def _options(name: str) -> llama_like.ArchitectureOptions:
+    """The options that a small model of a type shows."""
+    kind, declared, (small, *_) = CONFIG_MAPPING[name], _declared(name), _variants(name)
+    tree = _tree(small)
+    layer, config = tree.layer_kinds[0], kind(**small)
+    biased = {linear.role: linear.bias for linear in _tree({**small, **_BIASES}).layer_kinds[0].linears}
+
+    def bias(role: str, flag: str) -> bool | str:
+        (own,) = (linear.bias for linear in layer.linears if linear.role == role)
+        return own if own == biased[role] else flag
+
+    fused = any(linear.role == "qkv" for linear in layer.linears)
+    into, out = bias("qkv" if fused else "q", "attention_bias"), bias("o", "attention_bias")
+    activation = next(key for key in ("hidden_activation", "hidden_act") if key in declared)
+    meant = getattr(kind(**{**small, activation: "gelu"}), activation)
+    types, slides, period = getattr(config, "layer_types", None), "", 0
+    if "max_window_layers" in declared:
+        slides, period = "last", declared["max_window_layers"]
+    elif "sliding_window" in declared:
+        slides, period = ("some", types.index("full_attention") + 1) if types else ("all", 0)
+    return llama_like.ArchitectureOptions(
+        built=tree.built_class,
+        tied=declared["tie_word_embeddings"],
+        kv_heads=declared["num_key_value_heads"],
+        head_dim=declared.get("head_dim"),
+        bias=into,
+        o_bias=None if out == into else bool(out),
+        mlp_bias=bias("down", "mlp_bias"),
+        norms=tuple(norm.name for norm in layer.norms if "." not in norm.name),
+        qk_norm=any("." in norm.name for norm in layer.norms),
+        fused=fused,
+        slides=slides,
+        window=declared.get("sliding_window"),
+        period=period,
+        activation=activation,
+        activation_default=declared[activation],
+        renamed=(("gelu", meant),) if meant != "gelu" else (),
+        attentions=tree.attentions,
+        norm_style=tree.traits.norm,
+        scales_logits=tree.traits.scales_logits,
+    )
+
+
+_BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
 def of_peft() -> Facts:
@@ -397,7 +552,6 @@ def _calls(source: str, function: str) -> Iterator[dict[str, str]]:
 def of_mlx(read: Source) -> Facts:
     """Types of which it has every matrix of a layer under transformers' name, by the catalogue or the source;
     mixtures, convolutions and models that see left out."""
-    from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     (remapped,) = (ast.literal_eval(node.value) for node in ast.parse(read("mlx_lm/utils.py")).body
@@ -451,8 +605,6 @@ def of_torchtitan(read: Source) -> Facts:
 def of_unsloth(read: Source) -> Facts:
     """Types that it runs by classes of its own, whose attention and MLP are fused LoRA functions; those that it keeps
     from fp16 -> whether for gradients without a number, by its own remark."""
-    from transformers import CONFIG_MAPPING
-
     source, own = read("unsloth/models/loader.py"), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.If) and (match := re.fullmatch(r"model_type == '(\w+)'", ast.unparse(node.test))):

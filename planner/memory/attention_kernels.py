@@ -20,9 +20,8 @@ Kernel = Literal["flash", "efficient", "math", "eager", "linear"]
 
 
 def always_masked(model: ModelSpec) -> bool:
-    """Whether its class always hands SDPA a mask: a position bias, or Falcon's, which repeats its keys to all heads
-    where it has more than one."""
-    return model.traits.position_bias or model.model_type == "falcon"
+    """Whether its class always hands SDPA a mask: a position bias, or one that it makes in any case (Falcon)."""
+    return model.traits.position_bias or model.model_type in model_types("always_masked")
 
 
 PACKS_TOGETHER = model_types("masks_without_positions")

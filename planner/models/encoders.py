@@ -1,14 +1,14 @@
 """What makes tokens of pictures: the vision encoder of a model as a `ModelSpec` of its own, its projector, and how many
 patches and tokens a picture of a given size becomes.
 
-Text-only plans need none of it: there an encoder is weights alone (`ModelSpec.idle_layers`). Facts by `model_type`,
-read in transformers 5.23's modeling, configuration and image processing files.
+Text-only plans need none of it: there an encoder is weights alone (`ModelSpec.idle_layers`). Facts by the class
+of the processor, read in transformers 5.23's modeling, configuration and image processing files.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.core.errors import SetupError
 from planner.core.shipped import by_model_type
@@ -18,28 +18,26 @@ from planner.options.images import Images
 if TYPE_CHECKING:
     from planner.models.vision_encoders.encoder import Encoder  # late: text alone needs none of them
 
-_MAKERS: Mapping[str, str] = {
-    "qwen2_vl": "qwen.encoder",
-    "qwen2_5_vl": "qwen.encoder",
-    "qwen3_vl": "qwen.encoder",
-    "qwen3_vl_moe": "qwen.encoder",
-    "qwen3_5": "qwen.encoder",
-    "qwen3_5_moe": "qwen.encoder",
-    "llava": "siglip.llava",
-    "gemma3": "siglip.gemma3",
-    "gemma3n": "mobilenet.encoder",
-    "gemma4": "gemma4.encoder",
-    "paligemma": "siglip.paligemma",
-    "mistral3": "pixtral.encoder",
-    "mllama": "mllama.encoder",
-    "idefics3": "tiles.idefics3",
-    "smolvlm": "tiles.idefics3",
-    "internvl": "tiles.internvl",
+MAKERS: Mapping[str, str] = {
+    "Qwen2VLProcessor": "qwen.encoder",
+    "Qwen2_5_VLProcessor": "qwen.encoder",
+    "Qwen3VLProcessor": "qwen.encoder",
+    "LlavaProcessor": "siglip.llava",
+    "Gemma3Processor": "siglip.gemma3",
+    "Gemma3nProcessor": "mobilenet.encoder",
+    "Gemma4Processor": "gemma4.encoder",
+    "PaliGemmaProcessor": "siglip.paligemma",
+    "PixtralProcessor": "pixtral.encoder",
+    "MllamaProcessor": "mllama.encoder",
+    "Idefics3Processor": "tiles.idefics3",
+    "SmolVLMProcessor": "tiles.idefics3",
+    "InternVLProcessor": "tiles.internvl",
 }
-"""Model type -> module of `planner.models.vision_encoders`, and the function that makes its encoder."""
+"""Class that cuts pictures -> module of `planner.models.vision_encoders`, and the function that makes the encoder
+behind it: of all types that have its matrices in the same place (`python -m tools.build_types`)."""
 _NO_FIELDS = ("default_output_length", "projection_dim", "model_args")
 """What is asked of an encoder's configuration though its class declares no such field."""
-SEEING = tuple(_MAKERS)
+SEEING = tuple(by_model_type("processor"))
 """Model types whose pictures are planned."""
 MODALITIES = frozenset({"vision_config", "audio_config"})
 """Keys of a configuration that say of a model that it takes more than text."""
@@ -60,7 +58,7 @@ def _seeing(model: ModelSpec, built: str) -> ModelSpec:
 
     encoder = _encoder(model, 32, 32)
     parts = [*encoder.model.layer_counts, *((projector.layer, projector.num) for projector in encoder.projectors)]
-    model = mllama.with_cross_attention(model) if model.model_type == "mllama" else model
+    model = mllama.with_cross_attention(model) if encoder.looked_at else model
     return replace(
         model,
         built_class=built,
@@ -82,20 +80,26 @@ def encoder_of(model: ModelSpec, images: Images) -> "Encoder":
 
 
 def _encoder(model: ModelSpec, width: int, height: int) -> "Encoder":
-    make = _MAKERS.get(model.model_type)
     vision = model.config.get("vision_config") or {}
-    if make is None:
-        reason = f"what {model.model_type} makes of a picture is not known here ({', '.join(_MAKERS)} are planned)"
+    if model.model_type not in SEEING:
+        reason = f"what {model.model_type} makes of a picture is not known here ({', '.join(SEEING)} are planned)"
         raise SetupError(
             f"images are not planned for {model.model_id}: {reason if vision else 'it takes no images'}",
             hint="leave the images out: text alone is planned",
         )
-    module, _, name = make.partition(".")
-    of_module = import_module(f"planner.models.vision_encoders.{module}")
     fields = by_model_type("vision_config")[model.model_type]
     whole = {} if vision else by_model_type("whole_vision_config").get(model.model_type, {})
     given = {name: value for name, value in vision.items() if name in fields or name in _NO_FIELDS}
-    encoder: Encoder = getattr(of_module, name)(model, {**fields, **whole, **given}, width, height)
+    processor = by_model_type("processor")[model.model_type]
+    return made(processor, model, {**fields, **whole, **given}, width, height)
+
+
+def made(processor: str, model: ModelSpec, fields: Mapping[str, Any], width: int, height: int) -> "Encoder":
+    """The encoder behind a processor, of its configuration's fields."""
+    module, _, name = MAKERS[processor].partition(".")
+    encoder: Encoder = getattr(import_module(f"planner.models.vision_encoders.{module}"), name)(
+        model, fields, width, height
+    )
     return encoder
 
 

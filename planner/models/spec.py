@@ -35,8 +35,6 @@ LACKING = ("checkpointing", "bare-head", "encoder", "causal")
 encoder of a pair of which `AutoModelForCausalLM` builds the decoder; a place among what that builds at all."""
 
 
-LIKE_BERT = model_types("bert_layers") | {"distilbert", "mpnet"}
-"""Encoders of BERT's layer."""
 READ_BOTH_WAYS = model_types("reads_both_ways")
 """Types whose models are encoders alone; of the others, those that are built to fill masks."""
 

@@ -127,7 +127,7 @@ def dropout_refusal(model: ModelSpec, setup: TrainSetup) -> str:
     return "peft has no LoRA dropout on stacked experts: lora_dropout 0, or --targets attention" if stacked else ""
 
 
-INNER_HEADS = frozenset({"roberta", "xlm-roberta", "deberta-v2"})
+INNER_HEADS = model_types("inner_heads")
 """Encoders whose head has a matrix before its last one, which bitsandbytes quantizes and PEFT trains whole."""
 
 

@@ -1,5 +1,5 @@
-"""From `config.json` to `ModelSpec`: what is shaped like Llama is one row of `llama_like.FAMILIES`, of any other type
-the module tree is read."""
+"""From `config.json` to `ModelSpec`: what is shaped like Llama is one row of options
+(`llama_like`), of any other type the module tree is read."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.core.close import close_names
 from planner.core.errors import UnknownModelError, UsageError
+from planner.core.shipped import by_model_type
 from planner.models.families.fields import Fields, shown
 from planner.models.spec import ModelSpec
 from planner.models.stored import with_kept
@@ -63,17 +64,14 @@ def spec_from_sizes(config: Mapping[str, Any]) -> ModelSpec | None:
 
 def model_types() -> tuple[str, ...]:
     """Every `model_type` that a family knows, or that ships module trees."""
-    from planner.models.families.llama_like import FAMILIES
     from planner.models.module_tree import shipped_types
 
-    return tuple(sorted((*FAMILIES, *shipped_types())))
+    return tuple(sorted((*by_model_type("decoders"), *shipped_types())))
 
 
 def has_family(model_type: str) -> bool:
     """Whether a family reads configurations of this type."""
-    from planner.models.families.llama_like import FAMILIES
-
-    return model_type in FAMILIES
+    return model_type in by_model_type("decoders")
 
 
 def _unadapted(fields: Fields, model_type: str, like: str) -> ModelSpec:

@@ -11,10 +11,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from planner.core.records import dataclass
-from planner.core.shipped import DATA
+from planner.core.shipped import DATA, model_types
 from planner.core.units import percent
 from planner.hardware.gpu import GpuSpec
-from planner.models.spec import LIKE_BERT, LayerSpec, ModelSpec
+from planner.models.spec import LayerSpec, ModelSpec
 from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
 from planner.setup.outcome import Band, Prediction, speed_sides
@@ -175,8 +175,10 @@ def _one_gpu_band(model: ModelSpec, setup: TrainSetup) -> float:
     if model.is_encoder_decoder:
         return ENCODER_DECODER_BAND
     if model.reads_both_ways:
-        others = RELATIVE_POSITIONS_BAND if model.config.get("relative_attention") else TREE_BAND
-        return ENCODER_BAND if model.model_type in (*LIKE_BERT, "modernbert") else others
+        if model.config.get("relative_attention"):
+            return RELATIVE_POSITIONS_BAND
+        compared = not model.from_tree or model.model_type in model_types("bert_layers")
+        return ENCODER_BAND if compared else TREE_BAND
     outside = sum(linear.num_weights for linear in model.outer_linears) if model.from_tree else 0
     if unknown_mixers(model) or outside > sum(layer.num_params * num for layer, num in model.layer_counts):
         return MIXER_BAND
