@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.shared import loaded
 from finetune_planner.app.levels import answered
+from finetune_planner.cli.race import PUBLISHED
 from planner.core.errors import PlannerError
 from planner.frameworks.readers import read_text
-from planner.frameworks.readers.published import PUBLISHED
 from planner.hardware.gpu import GpuSpec
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
@@ -63,7 +63,7 @@ RIVALS = {
     "LLaMA-Factory": ("llamafactory", "llamafactory-4bit"),
     "Unsloth": ("unsloth", "unsloth"),
 }
-"""Rival -> what it publishes, and the 4-bit form of it (`planner.frameworks.readers.published`)."""
+"""Rival -> what it publishes, and the 4-bit form of it (`finetune_planner.cli.race`)."""
 
 
 class Row(NamedTuple):

@@ -1,5 +1,6 @@
 """`plan race`: existing training files, or what tools publish, against the plan for the same work."""
 
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,8 +24,8 @@ from finetune_planner.cli.setup_flags import takes_options
 from finetune_planner.cli.writing import known_targets, write_out
 from planner.core.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 from planner.core.records import dataclass
+from planner.core.shipped import DATA
 from planner.frameworks.readers import ReadConfig
-from planner.frameworks.readers.published import published
 from planner.hardware.cluster import Cluster
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Workload
@@ -48,6 +49,33 @@ ADAPTER = ("lora_rank", "lora_targets")
 OWN_DATA = "it read its own data: its tokens/s are counted as if every sequence were full"
 RUN_AS = "trl"
 """The target whose file of the plan is run, where none is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One project's published defaults.
+
+    Attributes:
+        title: for people; `file`: its name, by which its reader knows it.
+        source: repository, commit and files.
+    """
+
+    title: str
+    file: str
+    source: str
+    form: str
+
+    def text(self, model: str, seq_len_tokens: int) -> str:
+        """The file for a model and a length."""
+        return self.form.format(model=model, seq_len=seq_len_tokens)
+
+
+_ROW = re.compile(r"^#: (\S+)\n# (.+)\n# (.+)\n# (.+)\n((?:(?!#).*\n)+)", re.MULTILINE)
+PUBLISHED = {
+    name: Published(title=title, file=file, source=source, form=form)
+    for name, title, file, source, form in _ROW.findall((DATA / "published.yaml.txt").read_text("utf-8"))
+}
+"""Name -> what a project publishes: an example with what it leaves to the tool (`planner/data/published.yaml.txt`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +227,9 @@ def _entries(
     if len({path.name for path in files}) < len(files):
         sources = [(path, str(path), "") for path in files]
     for name in names:
-        defaults = published(name)
+        if name not in PUBLISHED:
+            raise UsageError(f"--defaults {name}: no such published defaults", hint=f"one of {', '.join(PUBLISHED)}")
+        defaults = PUBLISHED[name]
         path = Path(name, defaults.file)
         write_files(folder, {path.as_posix(): defaults.text(str(of_tools.model), of_tools.seq_len or DEFAULT_SEQ_LEN)})
         sources.append((folder / path, f"{defaults.title}'s defaults", defaults.source))

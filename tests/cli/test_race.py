@@ -13,10 +13,10 @@ from finetune_planner.app.running import training_file
 from finetune_planner.cli import race
 from finetune_planner.cli.app import run
 from finetune_planner.cli.checking import checked, load
+from finetune_planner.cli.race import PUBLISHED
 from planner.core.errors import UsageError
 from planner.core.units import GIB
 from planner.frameworks.readers import ReadConfig, read_config
-from planner.frameworks.readers.published import PUBLISHED
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload

@@ -1108,8 +1108,7 @@ REFUSED: list[tuple[type[ConfigError], str, str, tuple[str, ...]]] = [
     (NotPlanned, r"fine-tuning \(generation\)", "generation_v2.yaml", (
         "model: {_component_: torchtune.models.llama2.llama2_7b}\ntokenizer: {max_seq_len: 2048}\nmax_new_tokens: 9\n",
     )),
-    (NotPlanned, "litgpt's adapter", "run.sh", ("litgpt finetune_adapter_v2 a/b\n", "litgpt finetune adapter a/b\n")),
-    (NotPlanned, "litgpt's pretrain", "run.sh", ("litgpt pretrain pythia-14m --data TextFiles\n",)),
+    (NotPlanned, "litgpt, whose flags", "run.sh", ("litgpt finetune_lora a/b\n", "litgpt pretrain pythia-14m\n")),
     (ConfigError, "tensor_degree 2", "run.sh", (
         f"NPROC_PER_NODE=4 {OF_SWIFT}--max_length 64 --deepspeed zero2 --deepspeed_autotp_size 2 "
         "--sequence_parallel_size 2",

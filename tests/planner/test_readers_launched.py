@@ -358,28 +358,6 @@ def test_swifts_file_stands_for_words_that_go_over_it(tmp_path: Path) -> None:
         read_config(tmp_path / "run.sh")
 
 
-@pytest.mark.parametrize(
-    ("words", "model", "method", "rank"),
-    [
-        ("finetune microsoft/phi-2", "microsoft/phi-2", "lora", 8),
-        ("finetune_lora checkpoints/a/b --lora_r 4 --data JSON --data.json_path d.json", "a/b", "lora", 4),
-        ("finetune_full a/b", "a/b", "full", 0),
-        ("finetune lora --checkpoint_dir a/b", "a/b", "lora", 8),
-        ("finetune_lora c/d --config=lora.yaml --data.json_path=d.json", "c/d", "lora", 32),
-        ("finetune_lora --config none.yaml --lora_r 4", "a/b", "lora", 4),
-    ],
-)
-def test_litgpts_words_are_its_config(words: str, model: str, method: str, rank: int, tmp_path: Path) -> None:
-    (tmp_path / "lora.yaml").write_text(
-        "checkpoint_dir: a/b\nlora_r: 32\ntrain: {max_seq_length: 512, micro_batch_size: 2}\n"
-    )
-    (tmp_path / "none.yaml").write_text("checkpoint_dir: a/b\ntrain:\n")
-    (tmp_path / "run.sh").write_text(f"litgpt {words} --train.max_seq_length 256")
-    config = read_config(tmp_path / "run.sh")
-    assert (config.model_id, config.setup.method, config.setup.lora_rank) == (model, method, rank)
-    assert (config.setup.seq_len_tokens, config.setup.micro_batch_seqs) == (256, 2 if "lora.yaml" in words else 1)
-
-
 @pytest.mark.parametrize("variables", ["NNODES=$WORLD_SIZE NPROC_PER_NODE=8", "NPROC_PER_NODE=$GPUS"])
 def test_processes_that_only_the_cluster_knows_are_asked_for(variables: str) -> None:
     launch = f"{variables} swift sft --model Qwen/Qwen3-8B --max_length 512 --deepspeed zero2"

@@ -361,11 +361,6 @@ def test_settings_of_another_program_are_not_taken_for_a_tools() -> None:
     )
     json_of_a_program = '{"model_name_or_path": "gpt2", "per_device_train_batch_size": 4, "max_seq_length": 64}'
     assert {"method", "precision"} <= open_fields(read_text(json_of_a_program, "a.json"))
-    block = (
-        "backend: llamafactory\nllamafactory:\n  model_name_or_path: gpt2\n  do_train: true\n  finetuning_type: full\n"
-    )
-    nested = read_text(f"{block}  cutoff_len: 64\n", "a.yaml")
-    assert (nested.format, nested.origins["seq_len_tokens"], open_fields(nested)) == ("llamafactory", "a.yaml:6", set())
     with pytest.raises(ConfigError, match="simpo"):
         read_text("model_name_or_path: a\nper_device_train_batch_size: 1\nbeta: 2.0\ngamma_beta_ratio: 0.8\n", "a.yaml")
     with pytest.raises(ConfigError, match="embedding"):

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.core.errors import ConfigError, NotATraining, NotPlanned, Undetermined
 from planner.core.records import dataclass
-from planner.frameworks.readers import common, litgpt, llamafactory, shell, swift, trl, versions
+from planner.frameworks.readers import common, llamafactory, shell, swift, trl, versions
 from planner.frameworks.readers.formats import READERS, detect
 from planner.frameworks.readers.loading import parse_yaml
 from planner.frameworks.readers.program.source import environment_word
@@ -122,10 +122,6 @@ class Launches:
             if inside.num_gpus > 1 and "NPROC_PER_NODE" not in inside.environment:
                 given["device_map"] = "auto"
             return self._of_given(command, swift.FORMAT, inside, given)
-        if command.tool == "litgpt":
-            file = self._settings_of(command.target, inside) if command.target else {}
-            given = litgpt.of_words(command.arguments, shell.flags(command.arguments), file)
-            return self._of_given(command, litgpt.FORMAT, inside, given)
         kind = FLAGS_OF.get(command.tool)
         named = next(iter(command.arguments[1:2]), "")
         if not command.target and command.tool not in ("python", "script") and shell.is_open(named):

@@ -1,6 +1,5 @@
 """litgpt configs (`litgpt finetune_lora --config FILE`) as setups. Defaults of litgpt 0.5.13."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.core.errors import NotPlanned
@@ -25,37 +24,6 @@ PARTS = {
 }
 """Switch -> (role of the matrix, its usual name, whether it is on by itself)."""
 MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-
-
-KINDS = ("lora", "full", "adapter", "adapter_v2")
-"""`finetune_lora`, or `finetune lora` before 0.5; `finetune` is LoRA's."""
-
-
-def of_words(words: Sequence[str], flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """What `litgpt finetune_lora MODEL --train.max_seq_length 512` says, as its config would.
-
-    Args:
-        words: behind `litgpt`; flags: those among them; file: the config that is named, over which they go.
-
-    Source: litgpt 0.5.13 `__main__.py`, `finetune/lora.py` setup.
-    """
-    kind, *rest = (words[0].removeprefix("finetune").removeprefix("_"), *words[1:])
-    kind, *rest = rest if rest[:1] and rest[0] in KINDS else (kind or "lora", *rest)
-    if kind not in KINDS[:2]:
-        raise NotPlanned(f"litgpt's {kind}: not planned", hint="finetune_lora and finetune_full are")
-    values = dict(file)
-    if kind == "lora":
-        values.setdefault("lora_r", 8)
-    if rest[:1] and not rest[0].startswith("-"):
-        values["checkpoint_dir"] = rest[0]
-    for key, value in flags.items():
-        block, dot, inner = key.partition(".")
-        if not dot:
-            values[key] = value
-        elif isinstance(before := values.get(block) or {}, Mapping):
-            values[block] = {**before, inner: value}
-    values.pop("config", None)
-    return values
 
 
 def read(settings: Settings) -> ReadConfig:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planner.core.errors import ConfigError, NotATraining
+from planner.core.errors import ConfigError, NotATraining, NotPlanned
 from planner.frameworks.exporters.text import LAUNCH, WRITTEN
 from planner.frameworks.readers import (
     common,
@@ -27,7 +27,7 @@ from planner.frameworks.readers import (
     unsloth,
     versions,
 )
-from planner.frameworks.readers.formats import READERS, detect, of_mapping, with_words
+from planner.frameworks.readers.formats import detect, of_mapping, with_words
 from planner.frameworks.readers.launched import Launches, allocator_of, under_launcher, weight, with_open
 from planner.frameworks.readers.loading import (
     Parsed,
@@ -37,14 +37,16 @@ from planner.frameworks.readers.loading import (
     parse_toml,
     read_bounded,
 )
+from planner.frameworks.readers.program.interpret import run
 from planner.frameworks.readers.program.source import Source, of_cells, of_notebook, of_requirements, of_script
-from planner.frameworks.readers.sagemaker import submitted
+from planner.frameworks.readers.program.values import CallResult, Unknown, Value, as_table, plain
 from planner.frameworks.readers.sharding import LAUNCHERS
 from planner.frameworks.readers.types import EXPANDABLE, ReadConfig
 from planner.frameworks.readers.values import FileContext, Settings
 from planner.frameworks.tools import PROGRAMS, TOOLS
 from planner.frameworks.tools.transformers import SYNC
 from planner.hardware.gpu import GpuSpec
+from planner.hardware.instances import cards_of
 from planner.models.spec import ModelSpec
 from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
@@ -244,7 +246,6 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
     if loading.without_open(parsed.values)[1] or detect(parsed.values) == torchtune.FORMAT:
         parsed = parsed._replace(values=loading.with_words(parsed.values, around.arguments or ()))
     kind = detect(parsed.values)
-    kind, parsed = _tools_block(kind, parsed)
     if kind == trl.FORMAT and name.endswith(".json") and generic.is_training(parsed.values):
         kind = generic.FORMAT  # `trl` reads YAML: another program's, with defaults of its own
     parsed = parsed._replace(values=with_words(parsed.values, kind, around.arguments or ()))
@@ -266,21 +267,48 @@ def _of_settings(parsed: Parsed, launches: Launches, around: FileContext) -> Rea
     return replace(reading, assumptions=(*parsed.assumptions, *reading.assumptions), origins=where)
 
 
-def _tools_block(kind: str, parsed: Parsed) -> tuple[str, Parsed]:
-    if kind not in ("", generic.FORMAT):
-        return kind, parsed
-    blocks = {key: parsed.values.get(key) for key in READERS}
-    block = next((key for key, values in blocks.items() if isinstance(values, dict) and detect(values) == key), "")
-    if not block:
-        return kind, parsed
-    lines = {key.removeprefix(f"{block}."): line for key, line in parsed.lines.items()}
-    return block, parsed._replace(values=parsed.values[block], lines=lines)
-
-
 def _of_job(source: Source, launches: Launches, around: FileContext) -> ReadConfig | None:
-    """What a program that trains nothing itself submits to SageMaker."""
-    commands, versions = submitted(source, launches.name, around)
-    return launches.first(commands, replace(around, versions={**versions, **around.versions})) if commands else None
+    """What a program that trains nothing itself submits to SageMaker: the commands of that job's containers.
+
+    Source: sagemaker 2.2 `estimator.py` (Framework: `hyperparameters` become `--name value`), 3 `modules/train`.
+
+    Raises:
+        NotPlanned: SageMaker's own engine trains.
+    """
+    for job in run(source.text, launches.name, around.of_program()).calls if "sagemaker" in source.text else ():
+        source_code = job.keywords.get("source_code")  # of sagemaker 3
+        code = source_code.keywords if isinstance(source_code, CallResult) else job.keywords
+        entry = plain(code.get("entry_script") if code is not job.keywords else code.get("entry_point"))
+        if job.package != "sagemaker" or not isinstance(entry, str):
+            continue
+        folder, given = plain(code.get("source_dir")), job.argument("hyperparameters")
+        words = [_sagemaker_launcher(job, launches.name) if entry.endswith(".py") else "bash", shlex.quote(entry)]
+        table = as_table(given) if given is not None else None
+        for name, value in table.entries.items() if table is not None else ():
+            data, variable = plain(value), f"${name.upper().replace('-', '_')}"
+            words += [f"--{name}", variable if isinstance(data, Unknown) else shlex.quote(str(data))]
+        lines = [f"cd {shlex.quote(folder)}"] if isinstance(folder, str) else []
+        version = plain(job.keywords.get("transformers_version"))
+        versions = {"transformers": version, **around.versions} if isinstance(version, str) else around.versions
+        return launches.first("\n".join([*lines, " ".join(words)]), replace(around, versions=versions))
+    return None
+
+
+def _sagemaker_launcher(job: CallResult, name: str) -> str:
+    """What starts the program: one process, or torchrun on every card of the instances."""
+    spread = job.keywords.get("distribution")
+    table = as_table(spread) if spread is not None else None
+    by: Mapping[str, Value] = table.entries if table is not None else {}
+    if "smdistributed" in by:
+        raise NotPlanned(f"{name} trains with SageMaker's own engine (smdistributed): not planned", hint="")
+    by_torchrun = isinstance(job.keywords.get("distributed"), CallResult) or {"torch_distributed", "pytorchddp"} & {*by}
+    compute = job.argument("compute")
+    machine = compute.keywords if isinstance(compute, CallResult) else job.keywords
+    cards = cards_of(str(plain(machine.get("instance_type"))))
+    nodes = plain(machine.get("instance_count"))
+    nodes = "$SM_HOST_COUNT" if isinstance(nodes, Unknown) else nodes or 1
+    each = cards[0] if cards is not None else "$SM_NUM_GPUS"
+    return f"torchrun --nnodes {nodes} --nproc_per_node {each}" if by_torchrun else "python"
 
 
 def _of_notebook(text: str, launches: Launches, around: FileContext) -> ReadConfig:

@@ -298,9 +298,9 @@ COMMANDS_OF = {"llamafactory.cli": "llamafactory-cli"}
 """Modules that do what a command of another name does."""
 BY_VARIABLES = ("llamafactory-cli", "swift")
 """Tools that start torchrun themselves, on NNODES nodes of NPROC_PER_NODE processes."""
-NAMED = {"mlx_lm.lora": "MLX-LM", "autotrain": "AutoTrain"}
+NAMED = {"mlx_lm.lora": "MLX-LM", "autotrain": "AutoTrain", "litgpt": "litgpt"}
 """Commands of tools whose flags are not read -> the tool."""
-TOOLS = ("trl", "axolotl", "llamafactory-cli", "swift", "litgpt", "tune", "unsloth", *NAMED)
+TOOLS = ("trl", "axolotl", "llamafactory-cli", "swift", "litgpt", "tune", "unsloth", "mlx_lm.lora", "autotrain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -670,10 +670,6 @@ def nested(words: Sequence[str], variables: dict[str, str] | None = None) -> Com
     """The launch that another command's words hold: a container's, a cluster's `submit ... -- python train.py`."""
     for index, word in enumerate(words[1:], start=1):
         tool = PurePosixPath(word).name
-        if words[index - 1] == "--entrypoint":
-            rest = [*words[index + 1 :]]
-            starts = (at for at, argument in enumerate(rest) if argument == "-m" or argument.endswith(".py"))
-            return _command([tool, *rest[next(starts, len(rest)) :]], variables or {})
         if tool in (*LAUNCHERS, *TOOLS, "bash", "sh") or re.fullmatch(r"python[\d.]*", tool):
             command = _command([*words[index:]], variables or {})
             if command is not None:
@@ -710,7 +706,6 @@ def _of_tool(tool: str, words: list[str], num_gpus: int | None, launcher: str = 
     verbs = {
         "trl": TRL_COMMANDS, "axolotl": ("train", "finetune"), "llamafactory-cli": ("train",), "unsloth": ("train",),
         "swift": ("sft", "pt", "rlhf"), "tune": ("run",),
-        "litgpt": ("finetune", "finetune_lora", "finetune_full", "finetune_adapter", "finetune_adapter_v2", "pretrain"),
         **dict.fromkeys(NAMED, ()),
     }[tool]  # fmt: skip
     if (not words or words[0] not in verbs) and tool not in NAMED:
