@@ -19,7 +19,7 @@ class LayerContext:
     """What one layer's activation terms need to know: the setup's types, which matrices are adapted, the kernel.
 
     `stacks`: peft adapts whole stacks of experts (`ParamWrapper`), which materialises the merged stack.
-    `fused`: what is computed by kernels of its own (`SetupValues.fused_parts`).
+    `fused`: what is computed by kernels of its own (`TrainSetup.fused_parts`).
     `looked_at`: rows of pictures that this layer attends to instead of its own tokens, of the micro-batch.
     `masks_packed`: whether SDPA is handed a mask of packed samples.
     """

@@ -149,7 +149,7 @@ def tensor_shard(model: ModelSpec, degree: int) -> ModelSpec:
     Source: Shoeybi et al. 2019, Megatron-LM, section 3, https://arxiv.org/abs/1909.08053; transformers 5.23
     `base_model_tp_plan` ("colwise", "rowwise"), `_tp_plan` of the head ("colwise_gather_output") and of every
     `embed_tokens` ("embedding_rowwise", distributed/mixin.py).
-    Not counted: sequence and loss parallelism, which those plans do not use (`SetupValues.stream_degree`).
+    Not counted: sequence and loss parallelism, which those plans do not use (`TrainSetup.stream_degree`).
     """
     return model if degree == 1 else _tensor_shard(model, degree)
 

@@ -120,7 +120,7 @@ def loading_refusal(model: ModelSpec, setup: TrainSetup, memory_bytes: int) -> s
 
     Source: transformers 5.23 `quantizers/quantizer_bnb_4bit.py` update_device_map: every process makes the whole of a
     quantized base on its own GPU, before FSDP2 or DeepSpeed cuts it (4.57 `modeling_utils.py` moves each matrix to the
-    host as it is made). Axolotl 0.21 can stage it on the host (`SetupValues.stages_nf4`). LLaMA-Factory 0.9.5
+    host as it is made). Axolotl 0.21 can stage it on the host (`TrainSetup.stages_nf4`). LLaMA-Factory 0.9.5
     `model/patcher.py` (device_map), `model/adapter.py` _setup_full_tuning: under ZeRO-1 and 2 every GPU holds all
     weights in fp32 before DeepSpeed has them in 16 bits.
     """

@@ -62,11 +62,11 @@ class LossShape:
             them out too, so that it may not write over them: the loss's gradient, and in one graph with the loss the
             zeros that autograd gives it for the logits, of which nobody asked a gradient.
         upcast_early: the model itself upcasts its logits, whose 16-bit form is gone by then (transformers before 4.46).
-        log_probs: how an older TRL takes log-probabilities of them (`SetupValues.log_probs`).
+        log_probs: how an older TRL takes log-probabilities of them (`TrainSetup.log_probs`).
         copies_shifted: the loss copies all logits but the last ones (before 4.49).
         head_bytes: size of one element of the head's weight.
         head_copies: sizes of the copies that each checkpointed piece of the chunked loss makes of that weight, one from
-            the other (`SetupValues.checkpointed_loss`); None: TRL's own kernels. piece_bytes: of one logit there.
+            the other (`TrainSetup.checkpointed_loss`); None: TRL's own kernels. piece_bytes: of one logit there.
     """
 
     tokens: int

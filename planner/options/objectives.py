@@ -167,7 +167,7 @@ def _older_pairs_chain(shape: LossShape) -> LossChain:
     log-softmax stays. A mask's copy of half of them is logged. Before 0.12 the logits stay too, and the chosen half's
     cross-entropy, wanted or not; from 0.29 on the model's outputs, up to 1.5 a copy without the last token.
 
-    Source: `SetupValues.log_probs`. Measured: against traces of TRL 0.12 to 1.9, docs/objectives.md.
+    Source: `TrainSetup.log_probs`. Measured: against traces of TRL 0.12 to 1.9, docs/objectives.md.
     """
     if shape.log_probs == "gathered beside":
         return _chain(shape, 4.5 if shape.with_reference else 3, 3, reference=2.5)

@@ -2,6 +2,7 @@
 
 import re
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from planner.core.errors import SetupError
 from planner.options.absent import known_unplanned
@@ -21,16 +22,17 @@ from planner.options.optimizers import OPTIMIZERS as _OPTIMIZERS
 from planner.options.precisions import PRECISIONS as _PRECISIONS
 from planner.options.rollouts import Rollout
 from planner.options.stacks import STACKS as _STACKS
-from planner.setup.values import SetupValues
+
+if TYPE_CHECKING:
+    from planner.setup import TrainSetup
 
 MAX_COUNT = 1 << 40  # anything larger is a typing mistake, and would overflow nothing but patience
 
 
 _layout_values = attrgetter("num_gpus", "parallel", *LAYOUT_FIELDS)
-_NO_LAYOUT = _layout_values(SetupValues)
 
 
-def _check_degrees(setup: SetupValues) -> None:
+def _check_degrees(setup: "TrainSetup") -> None:
     for name in SPLIT_DEGREES:
         count(name, getattr(setup, name), at_least=1)
     count("shard_degree", setup.shard_degree, at_least=0)
@@ -53,7 +55,7 @@ def _check_degrees(setup: SetupValues) -> None:
         )
 
 
-def _check_context(setup: SetupValues) -> None:
+def _check_context(setup: "TrainSetup") -> None:
     """What goes with sequences that are cut over GPUs.
 
     Source: accelerate 1.15 `ParallelismConfig` (`cp_size` with FSDP2, `sp_size` with DeepSpeed; not both);
@@ -84,7 +86,7 @@ def _check_context(setup: SetupValues) -> None:
         raise SetupError(f"{name} is not planned with torch.compile or selective checkpoints")
 
 
-def _check_experts(setup: SetupValues) -> None:
+def _check_experts(setup: "TrainSetup") -> None:
     """What goes with experts that are distributed over GPUs.
 
     Source: transformers 5.23 `DistributedConfig` (`ep_size` divides `fsdp_size`), `distributed/fsdp.py` (its plan
@@ -113,7 +115,7 @@ def _check_experts(setup: SetupValues) -> None:
         raise SetupError(f"{name} is not planned with torch.compile, or checkpoints that are offloaded or selective")
 
 
-def _check_sharing(setup: SetupValues) -> None:
+def _check_sharing(setup: "TrainSetup") -> None:
     split = setup.tensor_degree * setup.pipeline_degree
     if setup.quantize_experts and setup.parallel != "ddp":
         raise SetupError("quantize_experts is planned for one GPU or ddp")
@@ -224,7 +226,7 @@ _COUNTS = {
 }
 
 
-def check(setup: SetupValues) -> None:
+def check(setup: "TrainSetup") -> None:
     """Refuses what no training step can be.
 
     Raises:
@@ -236,7 +238,7 @@ def check(setup: SetupValues) -> None:
         _check_full(setup)
     else:
         _check_adapter(setup)
-    if _layout_values(setup) != _NO_LAYOUT:
+    if _layout_values(setup) != _layout_values(type(setup)):  # of which the class has the defaults
         _check_degrees(setup)
         _check_sharing(setup)
         _check_context(setup)
@@ -264,7 +266,7 @@ def check(setup: SetupValues) -> None:
         _check_objective(setup)
 
 
-def _check_partial(setup: SetupValues) -> None:
+def _check_partial(setup: "TrainSetup") -> None:
     trained = setup.trained_layers
     numbers = trained if isinstance(trained, tuple) else ()
     counted = all(type(number) is int and number >= 0 for number in numbers) and list(numbers) == sorted(set(numbers))
@@ -284,7 +286,7 @@ def _check_partial(setup: SetupValues) -> None:
         raise SetupError(f"trained_layers belongs to full fine-tuning and LoRA, got adapter {setup.adapter!r}")
 
 
-def _check_values(setup: SetupValues) -> None:
+def _check_values(setup: "TrainSetup") -> None:
     if setup.adapter not in _ADAPTERS and (refused := refusal(str(setup.adapter))):
         raise SetupError(f"adapter {setup.adapter!r} is not planned: {refused}")
     values = setup.__dict__  # hundreds of setups of a plan are checked
@@ -312,7 +314,7 @@ def _check_values(setup: SetupValues) -> None:
         raise SetupError(f"lora_targets must name at least one module, got {setup.lora_targets!r}")
 
 
-def _check_base(setup: SetupValues) -> None:
+def _check_base(setup: "TrainSetup") -> None:
     if setup.activation_offload and not setup.checkpointing:
         raise SetupError(
             "activation_offload moves the inputs of checkpointed layers, got checkpointing off",
@@ -355,7 +357,7 @@ def _check_base(setup: SetupValues) -> None:
         )
 
 
-def _check_full(setup: SetupValues) -> None:
+def _check_full(setup: "TrainSetup") -> None:
     if setup.quantization != "none":
         raise SetupError(
             f"method 'full' cannot train {setup.quantization} weights",
@@ -379,7 +381,7 @@ def _check_full(setup: SetupValues) -> None:
         raise SetupError(f"kernels {setup.kernels!r} fuse adapters, got method 'full'", hint="use --kernels liger")
 
 
-def _check_adapter(setup: SetupValues) -> None:
+def _check_adapter(setup: "TrainSetup") -> None:
     unknown = [name for name in setup.modules_to_save if name not in SAVED_MODULES]
     if unknown or not isinstance(setup.modules_to_save, tuple):
         raise SetupError(
@@ -417,7 +419,7 @@ def _check_adapter(setup: SetupValues) -> None:
             )
 
 
-def _check_kind(setup: SetupValues) -> None:
+def _check_kind(setup: "TrainSetup") -> None:
     row = _ADAPTERS[setup.adapter]
     if row.size and setup.lora_rank < 1:
         raise SetupError(f"adapter {row.name!r} needs a {row.size} of at least 1, got {setup.lora_rank}")
@@ -469,7 +471,7 @@ def _check_kind(setup: SetupValues) -> None:
         )
 
 
-def _check_objective(setup: SetupValues) -> None:
+def _check_objective(setup: "TrainSetup") -> None:
     row = setup.objective_spec
     if setup.loss not in row.losses:
         raise SetupError(
@@ -500,7 +502,7 @@ def _check_objective(setup: SetupValues) -> None:
         raise SetupError(f"objective {setup.objective!r} generates nothing, got a rollout")
 
 
-def _check_rollout(setup: SetupValues, rolls: Rollout) -> None:
+def _check_rollout(setup: "TrainSetup", rolls: Rollout) -> None:
     if rolls.completion_tokens >= setup.seq_len_tokens:
         raise SetupError(
             f"completions of {rolls.completion_tokens} tokens leave no room for a prompt in {setup.seq_len_tokens}",

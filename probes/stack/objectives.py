@@ -118,7 +118,7 @@ def _sequence_log_probs(inputs: LossInputs, logits: torch.Tensor) -> torch.Tenso
 def _older_log_probs(setup: TrainSetup, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The log-probability of every sequence (GRPO: of its tokens) as TRL took it without a kernel of its own.
 
-    Source: `SetupValues.log_probs`.
+    Source: `TrainSetup.log_probs`.
     """
     if setup.log_probs == "copied":
         logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()

@@ -754,7 +754,7 @@ def test_what_cannot_run_does_not_fit_and_wrong_gradients_are_said_first(
 
 
 def test_the_trl_of_today_is_a_change_where_an_older_one_needs_more() -> None:
-    """TRL 1.10's chunked loss copies the whole head (`SetupValues.widens_head`)."""
+    """TRL 1.10's chunked loss copies the whole head (`TrainSetup.widens_head`)."""
     setup = TrainSetup(loss="chunked", trl_version="1.10", micro_batch_seqs=1)
     (newer,) = (after for label, after, _ in single_changes(setup, GPU, MODEL) if label == "TRL of today")
     saved = predict(MODEL, GPU, setup).peak_allocated_bytes - predict(MODEL, GPU, newer).peak_allocated_bytes

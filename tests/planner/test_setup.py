@@ -8,7 +8,6 @@ import pytest
 from planner.core.errors import SetupError
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
-from planner.setup.values import SetupValues
 
 IMPOSSIBLE: list[dict[str, Any]] = [
     {"method": "full"},  # the default rank of 16 has no meaning
@@ -70,7 +69,7 @@ def test_interchange_defaults_depend_on_the_method() -> None:
 
 
 def test_no_record_of_a_setup_has_more_than_eight_fields() -> None:
-    records = SetupValues.__bases__
+    records = TrainSetup.__bases__
     assert len(records) == 10
     assert all(len(fields(record)) <= 8 for record in records)
     assert sum(len(fields(record)) for record in records) == len(fields(TrainSetup))

@@ -20,7 +20,7 @@ NEWEST_TRL = (1, 16)
 NEWEST_TRANSFORMERS = (5, 23)
 TRL_ONLY_CHUNKED_SINCE = (1, 15)
 """From here on "nll" never makes the full logits, nor has Liger's switch a loss of its own (1.14.2 has both): all goes
-through kernels of TRL's own (`SetupValues.checkpointed_loss`)."""
+through kernels of TRL's own (`TrainSetup.checkpointed_loss`)."""
 TRL_OF_OBJECTIVES_SINCE = {
     "dpo": (0, 9, 6),
     "kto": (0, 12),
@@ -29,7 +29,7 @@ TRL_OF_OBJECTIVES_SINCE = {
     "orpo": (0, 29),
     "rloo": (1, 15),
 }
-"""Objective -> the oldest TRL whose step is modelled (`SetupValues.log_probs`; GRPO's batch counted prompts before)."""
+"""Objective -> the oldest TRL whose step is modelled (`TrainSetup.log_probs`; GRPO's batch counted prompts before)."""
 TRL_CUTS_PAIRS = {"dpo": (((0, 12), 512), ((0, 13), 0)), "kto": (((0, 14), 512),)}
 """Objective -> (the version before which, to how many tokens it cuts that is not told; 0: to none); later 1,024."""
 TRL_TRAINER_KEYS = {
@@ -223,7 +223,7 @@ class TrlDefaults:
 
 
 COMPUTES_OTHERWISE = {"transformers": (4, 54), "bitsandbytes": (0, 43, 2)}
-"""Packages -> the first version that computes a step as today's does (`planner.setup.values`)."""
+"""Packages -> the first version that computes a step as today's does (`planner.setup.TrainSetup`)."""
 
 
 def computing(named: Mapping[str, str]) -> dict[str, str]:
