@@ -188,8 +188,7 @@ def read_data(data: DataOptions, spec: "ModelSpec", objective: Objective) -> "Da
         return None
     from planner.frameworks.exporters.chat import splits
     from planner.frameworks.exporters.trl import REWARDED_BY, REWARDS
-    from planner.samples.dataset import first_row, kind_of_data, measure, not_read, tokenizer_file
-    from planner.samples.locate import path_of
+    from planner.samples.dataset import first_row, kind_of_data, measure, not_read, path_of, tokenizer_file
 
     path = path_of(data.dataset)
     if path is None:

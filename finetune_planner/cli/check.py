@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune_planner.cli import options
-from finetune_planner.cli.check_data import as_long
-from finetune_planner.cli.checking import CheckRequest, as_document, checked, command_of, dry_run_of
+from finetune_planner.cli.checking import CheckRequest, as_document, as_long, checked, command_of, dry_run_of
 from finetune_planner.cli.options import Memory
 from finetune_planner.cli.output import console, print_json, print_lines, write_text
 from finetune_planner.cli.request_options import DataOptions

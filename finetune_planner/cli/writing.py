@@ -31,8 +31,7 @@ from planner.planning.decision.candidates import candidate
 from planner.planning.expressed import as_run, run_otherwise
 from planner.planning.plan import NoPlan, Plan
 from planner.planning.targets import own_choice
-from planner.samples.dataset import first_row, kind_of_data
-from planner.samples.locate import path_of
+from planner.samples.dataset import first_row, kind_of_data, path_of
 from planner.samples.rows import files_of
 from planner.samples.steps import steps_between_logs, steps_of_run
 from planner.setup import TrainSetup

@@ -23,8 +23,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from finetune_planner.cli.app import run  # noqa: E402
 from planner.frameworks.exporters import EXPORTERS, DatasetChoice, prepare, trl  # noqa: E402
 from planner.samples import TEMPLATE_FILE  # noqa: E402
-from planner.samples.dataset import measure  # noqa: E402
-from planner.samples.locate import path_of  # noqa: E402
+from planner.samples.dataset import measure, path_of  # noqa: E402
 from planner.setup import TrainSetup  # noqa: E402
 from tests.launch.conftest import make_data, prepared, run_script, run_trl  # noqa: E402
 from tests.launch.data_formats import FORMATS, NUM, RAW, TEXTS, answers_of, pairs  # noqa: E402
