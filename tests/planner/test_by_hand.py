@@ -14,14 +14,11 @@ import pytest
 from planner.core.units import MIB
 from planner.frameworks.readers.common import KNOWN_OPTIMIZERS
 from planner.hardware.gpus import find_gpu
-from planner.memory.dtypes import dtype_policy_of
 from planner.memory.engines import engine_of
-from planner.memory.micro_batch import weight_casts
 from planner.memory.model import predict_memory
 from planner.memory.rank_part import rank_parts
-from planner.memory.states import int8_bytes as int8_weight_bytes
-from planner.memory.states import nf4_bytes, paged_bytes, state_bytes, step_bytes
-from planner.memory.step import allocator_gap_bytes, formula_loss_gap_share, profile_loss_gap
+from planner.memory.states import paged_bytes, state_bytes, step_bytes
+from planner.memory.step import profile_loss_gap
 from planner.memory.trained import trained_parameters
 from planner.models.catalogue import load
 from planner.models.spec import ModelSpec
@@ -30,40 +27,18 @@ from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.model import SpeedModel
-from planner.speed.roofline.types import CURRENT, Conditions
+from planner.speed.roofline.types import CURRENT
 from tests.planner.helpers import loaded, loss_chain
 
 A100 = find_gpu("a100-80gb")
 LAYERS, HIDDEN, VOCAB = 30, 576, 49_152
-EDGES = (576 + 576) * 2 + (576 + 192) * 2 + (576 + 1536) * 3
-"""Rows and columns of a layer's seven matrices: q and o, k and v, gate, up and down."""
-WEIGHTS = 576 * 576 * 2 + 576 * 192 * 2 + 576 * 1536 * 3
 
 
 def smol() -> ModelSpec:
     return loaded("HuggingFaceTB/SmolLM2-135M")
 
 
-def speed(conditions: Conditions = CURRENT) -> SpeedModel:
-    return SpeedModel(smol(), A100, load_calibration(), conditions)
-
-
 # Memory
-
-
-def test_lora_trains_rank_times_the_edges() -> None:
-    """A [rank, in] and B [out, rank]; Adafactor keeps a row and a column of each: in + rank and rank + out."""
-    trained = trained_parameters(smol(), TrainSetup(lora_rank=8))
-    assert trained.num == LAYERS * 8 * EDGES == 2_442_240
-    assert trained.edge_sum == LAYERS * (EDGES + 7 * 2 * 8) == 308_640
-    assert trained.largest == 8 * 1536
-
-
-def test_full_fine_tuning_trains_every_matrix_and_table() -> None:
-    trained = trained_parameters(smol(), TrainSetup(method="full", lora_rank=0))
-    assert trained.num == LAYERS * (WEIGHTS + 2 * HIDDEN) + VOCAB * HIDDEN + HIDDEN == 134_515_008
-    assert trained.edge_sum == LAYERS * EDGES + VOCAB + HIDDEN
-    assert trained.largest == VOCAB * HIDDEN
 
 
 @pytest.mark.parametrize(
@@ -92,74 +67,10 @@ def test_a_paged_optimizer_pages_no_tensor_below_100_000_elements() -> None:
         assert states == 8 * share * trained.num
 
 
-def test_transformers_trainer_keeps_8_bit_states_of_embeddings_in_32_bits() -> None:
-    """`Trainer.create_optimizer` overrides every nn.Embedding; loops of one's own do not."""
-    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", optimizer="adamw-8bit")
-    states = {
-        stack: next(term.size_bytes for term in predict_memory(smol(), A100, setup.replace(stack=stack)).terms
-                    if term.name == "states of adamw-8bit")
-        for stack in ("trl", "plain-loop", "accelerate-loop-drops-outputs")
-    }  # fmt: skip
-    table = VOCAB * HIDDEN
-    assert states["trl"] - states["plain-loop"] == 2 * (3 * table - 4 * (table // 256))
-    assert states["accelerate-loop-drops-outputs"] == states["plain-loop"]
-    assert paged_bytes(1024, "paged-adamw-8bit", wide=1024) == 2 * 4 * 1024
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "expected"),
-    [("paged-adamw-32bit", 8_000_000), ("paged-adamw-8bit", 2 * 1_000_000), ("adamw", 0), ("adafactor", 0)],
-)
-def test_paged_states_live_outside_pytorchs_count(optimizer: str, expected: int) -> None:
-    assert paged_bytes(1_000_000, optimizer) == expected
-
-
 def test_a_plan_tells_the_paged_states() -> None:
     setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", optimizer="paged-adamw-32bit")
     notes = " ".join(predict(smol(), A100, setup).notes)
     assert "1.00 GiB" in notes  # 8 x 134,515,008
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "dtype", "expected"),
-    [
-        ("adamw", "fp32", 4 * 1000),
-        ("adamw", "bf16", 2 * 1000),
-        ("adafactor", "fp32", 2 * 4 * 50),  # the gradient's square and the update, in fp32
-        ("adafactor", "bf16", 4 * 4 * 50),  # and fp32 copies of gradient and parameter
-        ("adamw-fused", "fp32", 0),
-        ("adamw-8bit", "bf16", 0),
-        ("sgd", "bf16", 0),
-        ("adagrad", "bf16", 4 * 1000),  # the root of the sums, and the gradient times the rate
-    ],
-)
-def test_temporaries_of_an_optimizer_step(optimizer: str, dtype: str, expected: int) -> None:
-    assert step_bytes(1000, dtype, optimizer, largest_tensor=50) == expected
-
-
-def test_adafactors_temporaries_are_a_term_of_the_step() -> None:
-    setup = TrainSetup(method="full", lora_rank=0, precision="bf16-pure", optimizer="adafactor")
-    (term,) = [term for term in predict_memory(smol(), A100, setup).terms if term.name == "temporaries of adafactor"]
-    assert (term.size_bytes, term.phases) == (4 * 4 * VOCAB * HIDDEN, ("step",))
-    (states,) = [term for term in predict_memory(smol(), A100, setup).terms if term.name == "states of adafactor"]
-    assert states.size_bytes == 4 * (LAYERS * EDGES + VOCAB + HIDDEN)
-
-
-@pytest.mark.parametrize(
-    ("trained", "in_forward", "in_backward"),
-    [
-        (False, 200_000 + 2 * 6_400, 200_000 + 4 * 6_400 + 2 * 2 * 6_400),
-        # trained, the head's fp32 gradient and its cast to bf16 (128,000), beside the last tile
-        (True, 200_000 + 2 * 6_400, 200_000 + 128_000 + 4 * 6_400 + 4 * 64_000 + 2 * 2 * 6_400),
-    ],
-)
-def test_chunked_loss(trained: bool, in_forward: int, in_backward: int) -> None:
-    """100 tokens, vocabulary 1,000, hidden 64, bf16: one tile, rows with labels, fp32 gradients, those cast."""
-    chain = loss_chain(
-        loss="chunked", tokens=100, vocab_size=1000, hidden_size=64, logits_dtype="bf16", hidden_dtype="bf16",
-        head_trained=trained, softcap=False,
-    )  # fmt: skip
-    assert (chain.loss_bytes, chain.backward_bytes) == (in_forward, in_backward)
 
 
 def test_chunked_loss_is_cut_at_4096_tokens_and_32768_words() -> None:
@@ -168,47 +79,6 @@ def test_chunked_loss_is_cut_at_4096_tokens_and_32768_words() -> None:
         head_trained=False, softcap=False, head_cast=True,
     )  # fmt: skip
     assert chain.loss_bytes == 2 * 4096 * 32_768 + 2 * 64 * 32_768 + 2 * 10_000 * 64
-
-
-def test_liger_loss() -> None:
-    """Vocabulary 1,000 of hidden 100 is 10 times as wide: chunks of 512 / 10 = 52 tokens, rounded up to 64."""
-    chain = loss_chain(
-        loss="liger", tokens=512, vocab_size=1000, hidden_size=100, logits_dtype="bf16", hidden_dtype="bf16",
-        head_trained=True, softcap=False,
-    )  # fmt: skip
-    gradient_bytes = 2 * 512 * 100 + 2 * 1000 * 100
-    assert (chain.loss_bytes, chain.backward_bytes) == (64 * 1000 * 2 + gradient_bytes, gradient_bytes + 2 * 512 * 100)
-
-
-def test_liger_loss_under_autocast_keeps_a_cast_head_and_makes_another() -> None:
-    """fp32 weights: gradients in fp32, the cast of the trained head kept, that of its transpose beside it."""
-    chain = loss_chain(
-        loss="liger", tokens=512, vocab_size=1000, hidden_size=100, logits_dtype="bf16", hidden_dtype="fp32",
-        head_trained=True, softcap=False, head_cast=True,
-    )  # fmt: skip
-    gradient_bytes = 4 * 512 * 100 + 4 * 1000 * 100
-    casts = 2 * 1000 * 100 + 2 * 1000 * 100 + 2 * 64 * 100
-    assert chain.loss_bytes == 64 * 1000 * 2 + gradient_bytes + casts
-    assert chain.backward_bytes == gradient_bytes + 4 * 512 * 100
-
-
-def test_allocator_gap_is_a_floor_and_a_share_of_what_comes_and_goes() -> None:
-    """18 % of the loss or 12 % of a layer, whichever is more; activations that are kept leave no holes."""
-    assert allocator_gap_bytes(loss=0, layer=0) == allocator_gap_bytes(loss=-5, layer=0) == 24 * MIB
-    assert allocator_gap_bytes(loss=100 * MIB, layer=100 * MIB) == 42 * MIB
-    assert allocator_gap_bytes(loss=10 * MIB, layer=100 * MIB) == 36 * MIB
-    spaced = [
-        formula_loss_gap_share(loss, every) for loss, every in (("full", 0), ("full", 1), ("full", 2), ("chunked", 2))
-    ]
-    assert spaced == [0.18, 0.18, 0.34, 0.18]
-    assert allocator_gap_bytes(loss=100 * MIB, layer=100 * MIB, of_loss=spaced[2]) == 58 * MIB
-    breakdown = predict_memory(smol(), A100, TrainSetup(checkpointing=0))
-    activation_names = ("attention inputs and outputs", "adapter input copies", "MLP activations", "norm inputs")
-    stored = sum(term.size_bytes for term in breakdown.terms if term.name in activation_names)
-    resident = sum(term.size_bytes for term in breakdown.terms if len(term.phases) >= 4)
-    alone = breakdown.peak_allocated_bytes - resident - stored
-    assert breakdown.peak_phase == "loss"
-    assert breakdown.allocator_gap_bytes == 24 * MIB + int(0.18 * alone)
 
 
 @pytest.mark.parametrize(
@@ -242,27 +112,7 @@ def test_blocks_of_logits_left_open_are_those_of_a_replay(
     assert profile_loss_gap(spec, setup, 8320 * 1024).at(stream_mib * MIB) == share
 
 
-def test_quantized_weights() -> None:
-    """1,000 x 640: 320,000 packed bytes, 10,000 blocks of 64; doubly quantized 40 blocks of 256 scales."""
-    assert nf4_bytes(640_000, double=False) == 320_000 + 4 * 10_000 + 512
-    assert nf4_bytes(640_000, double=True) == 320_000 + 10_000 + 4 * 40 + 512 + 1024 + 512
-    assert int8_weight_bytes(640_000, 1_000) == 640_000 + 4_000
-
-
 # Speed
-
-
-@pytest.mark.parametrize("precision", ["fp16-bf16-autocast", "bf16-fp16-autocast", "bf16-autocast"])
-def test_autocast_copies_every_matrix_of_another_16_bit_type(precision: str) -> None:
-    """Two bytes an element, which the graph keeps and no cache (autocast_mode.cpp: fp32 alone), the head's apart.
-
-    Traced: PEFT's dora_finetuning.py on Llama-3.2-1B with fp16=True, 9.01 GiB (6.72 without the copies).
-    """
-    model = load("meta-llama/Llama-3.2-1B")
-    setup = TrainSetup(method="lora", lora_rank=8, precision=precision)
-    matrices = sum(linear.num_weights for kind in model.layer_order for linear in model.layer_kinds[kind].linears)
-    copied = 0 if precision == "bf16-autocast" else 2 * matrices
-    assert weight_casts(model, setup, dtype_policy_of(setup)).at(1, 1) == (copied, copied)
 
 
 def test_dora_under_dropout_keeps_every_matrix() -> None:

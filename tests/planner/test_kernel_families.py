@@ -13,10 +13,8 @@ from planner.frameworks.exporters import EXPORTERS, TARGETS
 from planner.frameworks.exporters.install import install_calls
 from planner.frameworks.readers import read_text
 from planner.hardware.gpus import find_gpu
-from planner.memory.micro_batch import activation_parts
 from planner.memory.model import predict_memory
 from planner.models import catalogue
-from planner.models.families import spec_from_config
 from planner.models.spec import ModelSpec
 from planner.options.kernels import (
     COMPILE_BAND,
@@ -33,10 +31,9 @@ from planner.planning.predict import cannot_run
 from planner.planning.space import dimension_values
 from planner.planning.walk import walk
 from planner.setup import TrainSetup
-from planner.setup.interchange import setup_from_dict, setup_from_request, setup_to_dict
+from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.setup.packages import TESTED
 from planner.speed import speed_profile
-from planner.speed.roofline import throughput_profile
 from tests.planner.helpers import loaded, plan_request, planned
 from tests.planner.launch_sweep import request
 
@@ -48,10 +45,6 @@ def unprofiled() -> ModelSpec:
     """Llama-3.1-8B as the closed forms see it: with a key of its own it has no profile and no program."""
     model = loaded(LLAMA)
     return replace(model, config={**model.config, "attention_dropout": 1e-9})
-
-
-def kept(setup: TrainSetup, name: str = LLAMA) -> dict[str, int]:
-    return activation_parts(loaded(name), GPU, setup).stored
 
 
 AXOLOTL = "base_model: {}\nadapter: qlora\nload_in_4bit: true\nmicro_batch_size: 1\nsequence_len: 2048\nlora_r: 8\n"
@@ -92,35 +85,6 @@ def test_a_file_is_not_held_to_what_its_own_code_does_otherwise(text: str, model
     reading = read_text(text.format(model), "a.yaml", model=spec)
     assert {name: getattr(reading.setup, name) for name in fields} == fields
     assert cannot_run(spec, find_gpu("h100-sxm"), reading.setup) == ()
-
-
-def test_liger_keeps_what_its_functions_save() -> None:
-    """Llama-3.1-8B, bf16, 1,024 tokens, by hand: each of two norms per layer keeps 2 bytes in place of 4 per element,
-    the MLP gate and up (2 x 2 bytes) in place of gate, its activation and up (3 x 2).
-
-    Source: liger-kernel 0.8.5 `ops/rms_norm.py` and `ops/swiglu.py`, save_for_backward.
-    """
-    setup = TrainSetup(checkpointing=0, seq_len_tokens=1024)
-    eager, liger = kept(setup), kept(setup.replace(kernels="liger"))
-    tokens, layers, hidden, inner = 1024, 32, 4096, 14336
-    assert eager["norm"] - liger["norm"] == 2 * layers * 2 * tokens * hidden
-    assert liger["norm"] == 2 * layers * (2 * tokens * hidden + 4 * tokens)
-    assert eager["mlp"] - liger["mlp"] == layers * 2 * tokens * inner
-    assert all(eager[part] == liger[part] for part in eager if part not in ("norm", "mlp"))
-
-
-def test_fused_lora_keeps_one_input_per_function() -> None:
-    """Beside Liger's, by hand: queries, keys and values share one kept input, the MLP keeps its own, the output matrix
-    has flash attention's; neither the product of the MLP nor any rank-sized result is kept. 16-bit adapters stay.
-
-    Source: Axolotl `kernels/lora.py` LoRA_QKV, LoRA_O, LoRA_MLP.
-    """
-    setup = TrainSetup(checkpointing=0, seq_len_tokens=1024, kernels="fused", precision="bf16-autocast")
-    tokens, layers, hidden = 1024, 32, 4096
-    adapters = (
-        2 * 16 * sum(edges for edges in (4096 + 4096, 4096 + 1024, 4096 + 1024, 4096 + 4096, *(3 * (4096 + 14336,))))
-    )
-    assert kept(setup)["adapters"] == layers * (2 * 2 * tokens * hidden + adapters)
 
 
 @pytest.mark.parametrize("precision", ["bf16-autocast", "bf16-pure"])
@@ -320,32 +284,6 @@ def test_torch_compile_is_taken_where_it_gains_more_than_its_band_and_the_tree_s
     assert (stacked.chosen.setup.compile, "stacked experts end dynamo's graphs" in answer.reason) == (False, True)
 
 
-@pytest.mark.parametrize(("adapters", "widths"), [
-    ({"method": "full"}, 3 * 2048 + 6 * 768 + 2 * 256),
-    ({"lora_rank": 8, "lora_targets": ["q_proj", "down_proj"]}, 3 * 2048 + 5 * 768 + 2 * 256 + 2 * 8),
-    ({"lora_rank": 8, "lora_targets": ["q_proj"]}, 2 * 2048 + 5 * 768 + 2 * 256 + 8),
-])  # fmt: skip
-def test_a_compiled_layer_keeps_what_pytorchs_partitioner_keeps(adapters: dict[str, Any], widths: int) -> None:
-    """benchmarks/compiled_layers.py at e34acc15: every input of a matrix that has a gradient, once; queries, keys,
-    values, the attention's output and its log-sums; the residual after attention, gate and up; the norms'
-    deviations."""
-    config = {
-        "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12,
-        "num_key_value_heads": 4, "vocab_size": 64, "tie_word_embeddings": False,
-    }  # fmt: skip
-    values = {"precision": "bf16-pure", "checkpointing": False, "seq_len_tokens": 512, "stack": "torchtune"}
-    setup = setup_from_request({**values, **adapters, "compile": True})
-    single, two = (
-        activation_parts(
-            spec_from_config(config | {"num_hidden_layers": layers}, model_id="layers", source="by hand"),
-            find_gpu("a100-80gb"),
-            setup,
-        )
-        for layers in (1, 2)
-    )
-    assert sum(two.stored.values()) - sum(single.stored.values()) == 512 * (2 * widths + 4 * 12 + 2 * 4)
-
-
 def test_liger_does_not_displace_eager_kernels_for_less_than_a_preference_is_worth(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -395,28 +333,6 @@ def test_the_flags_reach_the_setup(capsys: pytest.CaptureFixture[str], tmp_path:
     assert chosen["attention"] != "flash-attention-2"
     assert run([*plan, "--no-extra-packages", "--kernels", "liger"]) == 2
     assert "--no-extra-packages contradicts --kernels" in capsys.readouterr().err
-
-
-def test_offloaded_checkpoints_leave_two_inputs_on_the_device() -> None:
-    """By hand: 32 inputs of 1,024 tokens x 4,096 x 2 bytes become two; the recomputed layer gets its own back."""
-    setup = TrainSetup(seq_len_tokens=1024)
-    here, away = (activation_parts(loaded(LLAMA), GPU, setup.replace(activation_offload=off)) for off in (False, True))
-    input_bytes = 2 * 1024 * 4096
-    assert (here.stored["inputs"], away.stored["inputs"]) == (32 * input_bytes, 2 * input_bytes)
-    assert away.recomputed - here.recomputed == input_bytes
-
-
-def test_offloading_costs_the_copies_over_the_link() -> None:
-    """Llama-3.1-8B, 2,048 tokens, PCIe 4.0 x16 at 82 % of 31.5 GB/s: 32 inputs out and back, on the compute stream."""
-    setup = TrainSetup()
-    plain, away = (
-        speed_profile(unprofiled(), GPU, setup.replace(activation_offload=off)).step_time(
-            setup.replace(activation_offload=off)
-        )
-        for off in (False, True)
-    )
-    copies = 2 * 32 * 2 * 2048 * 4096 / (31.51e9 * 0.823)
-    assert away.parts_s["recompute"] - plain.parts_s["recompute"] == pytest.approx(copies, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -472,44 +388,6 @@ def test_the_longest_context_of_unsloths_engine_is_as_published(name: str, card:
     assert not beyond
 
 
-def test_olmos_query_and_key_norms_stay_eager() -> None:
-    """OLMo-3 7B, bf16, 1,024 tokens, by hand: two of four norms per layer keep 2 bytes in place of 4 per element; the
-    norms of queries and keys, as wide as the stream, are left by Liger (dry run and formula were 6.7 % apart)."""
-    setup = TrainSetup(checkpointing=0, seq_len_tokens=1024)
-    eager, liger = (kept(setup.replace(kernels=kernels), "allenai/olmo-3-1025-7b") for kernels in ("eager", "liger"))
-    assert eager["norm"] - liger["norm"] == 32 * 2 * 2 * 1024 * 4096
-
-
-def test_sdpa_on_hopper_is_cudnns_attention() -> None:
-    """1.7 times flash-attention 2's rate, the least that transformers pull request 48163 measured; no other card."""
-    long = TrainSetup(seq_len_tokens=8192)
-    for card, times in (("h100-sxm", 1.7), ("a100-80gb", 1.0)):
-        gpu = find_gpu(card)
-        sdpa, flash = (
-            speed_profile(unprofiled(), gpu, setup).step_time(setup).parts_s["attention"]
-            for setup in (long, long.replace(attention="flash-attention-2"))
-        )
-        assert flash / sdpa == pytest.approx(times)
-
-
-def test_a_mask_costs_sdpa_the_causal_half() -> None:
-    """Packed samples come with a mask: the memory-efficient kernel (0.51 of the flash kernel's rate) does the whole
-    square on an A100; cuDNN takes the mask on an H100 (0.48 of its rate without) and a B200. torch.compile keeps
-    every mask that transformers makes; a model that is compiled layer by layer makes none."""
-    long = TrainSetup(seq_len_tokens=8192)
-    packed, compiled = long.replace(packing=True), long.replace(compile=True)
-    alone = compiled.replace(stack="torchtitan")
-    for card, times in (("a100-80gb", 2 / 0.51), ("h100-sxm", 2 / 0.48), ("b200", 2.0)):
-        attention = {
-            setup: speed_profile(unprofiled(), find_gpu(card), setup).step_time(setup).parts_s["attention"]
-            for setup in (long, packed, compiled, alone)
-        }
-        assert attention[packed] == attention[compiled] == pytest.approx(times * attention[long])
-        assert attention[alone] == attention[long]
-    assert kept(compiled)["masks"] == kept(packed)["masks"] == 8192**2  # one byte a pair
-    assert kept(alone)["masks"] == 0
-
-
 def test_a_gain_above_every_measured_one_widens_the_band() -> None:
     """Llama-3.1-8B on an H100: Liger's kernels gain 20 %, fused LoRA 40 %; 21 % is the most that was measured."""
     setups = [
@@ -520,47 +398,6 @@ def test_a_gain_above_every_measured_one_widens_the_band() -> None:
     assert fused.band_fraction == pytest.approx(liger.band_fraction + 0.187, abs=0.02)
     assert "above the largest measured (21%)" in " ".join(fused.notes)
     assert "above the largest" not in " ".join(liger.notes)
-
-
-def test_selective_checkpointing_keeps_attention_and_does_not_recompute_it() -> None:
-    """By hand, 32 layers of 4,096 tokens: 4,096 wide output in 2 bytes and 32 heads' fp32 sums; what is recomputed is
-    less by one layer of it. The dry run's peak moves by the same 495 MiB (Llama-3.2-1B, 8,192 tokens)."""
-    plain = TrainSetup(seq_len_tokens=4096)
-    selective = plain.replace(selective_checkpointing=True)
-    attention_bytes = 4096 * (2 * 4096 + 4 * 32)
-    before, after = (activation_parts(loaded(LLAMA), GPU, setup) for setup in (plain, selective))
-    assert after.stored["attention"] - before.stored["attention"] == 32 * attention_bytes
-    assert before.recomputed - after.recomputed == attention_bytes
-    parts = [speed_profile(unprofiled(), GPU, setup).step_time(setup).parts_s for setup in (plain, selective)]
-    forward = parts[0]["attention"] / (1 + 2.5 * 0.8177 / 0.6899)  # five products back for two forward, at their rates
-    assert parts[0]["recompute"] - parts[1]["recompute"] == pytest.approx(forward, rel=0.01)
-
-
-def test_torchtitans_selective_checkpointing_multiplies_no_second_product_again() -> None:
-    """Llama's layer has seven products, q, k, v, o, gate, up, down: every second from q on is kept; of the others full
-    fine-tuning would have stopped before the last. Dry runs of 2 x 4,096 tokens on an H100 are 70 and 121 ms shorter by
-    it and by attention's, which is kept too."""
-    model, gpu = loaded(LLAMA), find_gpu("h100-sxm")
-    full, lora = {"method": "full", "lora_rank": 0, "precision": "bf16-mixed"}, {"precision": "bf16-pure"}
-    for fields, shorter in ((full, 0.078), (lora, 0.126)):
-        plain = TrainSetup(stack="torchtitan", loss="full", micro_batch_seqs=2, seq_len_tokens=4096, **fields)
-        selective = plain.replace(selective_checkpointing=True)
-        recompute_s = [
-            throughput_profile(model, gpu, setup).step_time(setup).parts_s["recompute"] for setup in (plain, selective)
-        ]
-        assert recompute_s[0] - recompute_s[1] == pytest.approx(shorter, rel=0.05)
-
-
-def test_packed_samples_are_one_row_to_sdpa() -> None:
-    """TRL's packed micro-batch is one row under a mask: four samples have sixteen times the pairs of one. Kernels that
-    are told where samples end, and torchtune's rows, have four times."""
-    packed = TrainSetup(packing=True, seq_len_tokens=2048)
-    for changes, times in (({}, 16), ({"attention": "flash-attention-2"}, 4), ({"stack": "torchtune"}, 4)):
-        setups = [packed.replace(micro_batch_seqs=seqs, **changes) for seqs in (1, 4)]
-        single, four = (
-            throughput_profile(loaded(LLAMA), GPU, each).step_time(each).parts_s["attention"] for each in setups
-        )
-        assert four == pytest.approx(times * single)
 
 
 def test_compile_is_planned_where_asked_and_refused_where_triton_is_not() -> None:

@@ -18,7 +18,6 @@ from planner.frameworks.readers.read import read_config, read_text
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.model import predict_memory
-from planner.memory.rank_part import headed
 from planner.memory.states import weight_bytes
 from planner.models.catalogue import load
 from planner.options.objectives import DEFAULT, OBJECTIVES
@@ -33,7 +32,7 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.setup.packages import packages_of
 from planner.speed import speed_profile
-from planner.speed.roofline import CURRENT, conditions_of, throughput_profile
+from planner.speed.roofline import CURRENT, throughput_profile
 from planner.speed.roofline.types import WITHOUT_GRADIENTS
 from planner.speed.several_gpus.speed import layout_step_time
 from reports.check import value_words
@@ -154,22 +153,6 @@ def test_targets_without_the_objective_are_refused_by_name(objective: str) -> No
         assert not refusal or objective in refusal
 
 
-def test_a_pair_is_two_sequences_and_the_reference_a_second_copy_of_the_weights() -> None:
-    """By hand: full fine-tuning holds the weights twice. With adapters the sequences change and nothing else, but that
-    the reference's forward becomes the peak: 8,192 tokens at five hidden vectors of 2,048 and three of the MLP's 8,192,
-    16 bits each, where the loss's backward held a tile of 4,096 x 32,768 logits, the fp32 gradient of the hidden states
-    and two copies of them: 544 MiB for 384."""
-    for method, rank in (("lora", 16), ("full", 0)):
-        plain = TrainSetup(
-            method=method, lora_rank=rank, loss="chunked", precision="bf16-pure", micro_batch_seqs=4, checkpointing=0
-        )
-        pairs = plain.replace(objective="dpo", micro_batch_seqs=2)
-        more = predict_memory(MODEL, CARD, pairs).peak_allocated_bytes
-        more -= predict_memory(MODEL, CARD, plain).peak_allocated_bytes
-        copy = sum(weight_bytes(MODEL, plain).values()) if method == "full" else 160 * 2**20
-        assert more == copy
-
-
 @pytest.mark.parametrize(("objective", "forwards"), [("dpo", 0), ("kto", 1)])
 def test_a_reference_that_was_asked_beforehand_is_in_no_step(objective: str, forwards: int) -> None:
     """By hand: full fine-tuning loses the second copy of the weights; TRL's and Axolotl's files say it and are read."""
@@ -186,17 +169,6 @@ def test_a_reference_that_was_asked_beforehand_is_in_no_step(objective: str, for
     )
     with pytest.raises(SetupError, match="asks no reference"):
         setup_of("orpo", precomputed_reference=True)
-
-
-def test_a_forward_without_gradients_costs_less_than_a_third_of_the_step_and_counts_its_flops() -> None:
-    plain = TrainSetup(loss="chunked", micro_batch_seqs=4, checkpointing=0)
-    pairs = plain.replace(objective="dpo", micro_batch_seqs=2)
-    sft, dpo = (speed_profile(MODEL, CARD, setup).step_time(setup) for setup in (plain, pairs))
-    assert plain.tokens_per_step == pairs.tokens_per_step
-    # a LoRA step multiplies forward and for the inputs' gradient: one more forward is half as much again, adapters off
-    assert dpo.flops == pytest.approx(1.5 * sft.flops, rel=0.02)
-    assert 1.2 < dpo.step_time_s / sft.step_time_s < 1.5
-    assert sum(dpo.parts_s.values()) == pytest.approx(dpo.step_time_s)
 
 
 ROLLOUT = Rollout(
@@ -388,49 +360,6 @@ def test_programs_of_an_older_trl_are_read_as_that_by_what_they_hand_over(
 
 def generated(**changes: object) -> TrainSetup:
     return setup_of("grpo", accumulation_steps=16, seq_len_tokens=1024, precision="bf16-pure", **changes)
-
-
-def at_generation(setup: TrainSetup) -> dict[str, int]:
-    breakdown = predict_memory(MODEL, CARD, setup)
-    assert breakdown.peak_phase == "forward"
-    return {term.name: term.size_bytes for term in breakdown.at_peak()}
-
-
-def test_generation_holds_keys_and_values_and_one_forwards_temporaries_of_all_prompts() -> None:
-    """By hand, Llama 3.2 1B: 16 layers, 8 heads of 64 for keys and as many for values, 2 bytes; 32 prompts of 512
-    tokens whose forward holds four times the hidden states (2,048) and, with adapters of 4 bytes a value, the gate, the
-    base's product, the adapter's twice and a copy of its input."""
-    parts = at_generation(generated())
-    assert parts["keys and values of 32 completions"] == 32 * 512 * 16 * 8 * 64 * 2 * 2
-    widest = 4 * 2 * 2048 + 2 * 2 * 8192 + 2 * 4 * 8192 + 4 * 2048
-    assert parts["one forward's temporaries in generation"] == 32 * 512 * widest
-    shared = at_generation(generated(num_gpus=4, parallel="ddp"))  # of 128, each GPU makes those of its micro-batches
-    assert shared["one forward's temporaries in generation"] == parts["one forward's temporaries in generation"]
-    # eager attention: fp32 scores, their softmax, and its copy, beside queries, keys, values and their source, the
-    # embedded prompts, the input of the layer and of its norm
-    eager = at_generation(generated(attention="eager", rollout={"completion_tokens": 128}))
-    beside = 2 * (32 * 3 * 64 + 2048) + 3 * 2 * 2048
-    assert eager["one forward's temporaries in generation"] == 32 * 896 * (32 * 896 * 10 + 2 * 896 + beside)
-
-
-def test_vllm_takes_its_share_for_good_or_while_it_is_awake() -> None:
-    alone, colocated, asleep = (
-        predict_memory(MODEL, CARD, generated(rollout={"generator": generator}))
-        for generator in ("vllm-server", "vllm", "vllm-sleep")
-    )
-    share = int(0.3 * CARD.memory_bytes)
-    assert colocated.peak_allocated_bytes == alone.peak_allocated_bytes + share
-    assert alone.peak_allocated_bytes < asleep.peak_allocated_bytes < colocated.peak_allocated_bytes
-    assert asleep.phase_bytes["backward"] == alone.phase_bytes["backward"]
-
-
-def test_a_reference_in_full_fine_tuning_is_a_copy_and_a_forward() -> None:
-    without, with_reference = (generated(method="full", rollout={"reference": on}) for on in (False, True))
-    copy = sum(weight_bytes(MODEL, without).values())
-    peaks = [predict_memory(MODEL, CARD, setup).peak_allocated_bytes for setup in (without, with_reference)]
-    assert peaks[1] - peaks[0] == copy
-    assert (without.extra_forwards, with_reference.extra_forwards) == (0, 1)
-    assert generated(rollout={"generator": "vllm"}).extra_forwards == 1  # its log-probabilities are not the model's
 
 
 def test_the_forwards_without_gradients_are_those_of_this_global_batch() -> None:
@@ -628,17 +557,6 @@ def test_a_server_is_started_on_one_more_gpu_and_ended_with_the_run() -> None:
     assert any(each.action.startswith("--generator vllm-server (one more card)") for each in refused.suggestions)
 
 
-def test_generation_is_bound_by_the_bus_and_vllm_spares_the_hosts_time() -> None:
-    transformers, vllm = (
-        speed_profile(MODEL, CARD, setup).step_time(setup)
-        for setup in (generated(), generated(rollout={"generator": "vllm"}))
-    )
-    assert transformers.parts_s["generation"] > 2 * vllm.parts_s["generation"]
-    bus = CARD.memory_bandwidth_bytes_per_s
-    assert vllm.parts_s["generation"] > 512 * 2 * MODEL.num_params / bus  # every token reads every weight
-    assert sum(transformers.parts_s.values()) == pytest.approx(transformers.step_time_s)
-
-
 def test_flags_of_generation_need_an_objective_that_generates() -> None:
     rollouts = RequestOptions(objective="grpo", seq_len=4096, generator="vllm", num_generations=4).fixed()["rollout"]
     assert {(rollout.num_generations, rollout.generator) for rollout in rollouts} == {(4, "vllm")}
@@ -662,14 +580,6 @@ def test_a_classifier_is_a_script_of_transformers_that_is_read_back(method: str)
     assert config.setup.replace(expandable_segments=True) == setup.replace(
         adapter_dtype=config.setup.adapter_dtype, lora_targets=config.setup.lora_targets
     )
-
-
-def test_a_classifier_holds_no_logits_over_the_vocabulary() -> None:
-    """By hand, Llama 3.2 1B in full fine-tuning: of the tied head nothing but a vector is left, and no logits."""
-    fields = {"method": "full", "precision": "bf16-pure", "seq_len_tokens": 512, "micro_batch_seqs": 8}
-    scored = predict_memory(MODEL, CARD, setup_of("classification", **fields))
-    plain = predict_memory(MODEL, CARD, setup_from_dict({**fields, "stack": "hf"}))
-    assert plain.phase_bytes["loss"] - scored.phase_bytes["loss"] > 8 * 512 * MODEL.vocab_size * 4
 
 
 def test_the_negatives_of_an_embedding_come_from_the_whole_batch() -> None:
@@ -727,22 +637,6 @@ def test_a_hard_negative_is_one_more_column() -> None:
         TrainSetup(hard_negatives=1)
     with pytest.raises(SetupError, match="more than the 8 pairs"):
         setup_of("embedding", micro_batch_seqs=8, cached_seqs=9)
-
-
-def test_two_forwards_take_the_time_of_two_micro_batches_of_half_as_many_sequences() -> None:
-    both = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=8)
-    halves = both.replace(objective="sft", accumulation_steps=2)
-    embedding, two = (
-        throughput_profile(headed(MODEL, setup.objective_spec.head), CARD, setup, conditions=conditions_of(setup))
-        .step_time(setup)
-        .parts_s
-        for setup in (both, halves)
-    )
-    for part in ("matmul", "attention", "lora"):
-        assert embedding[part] == pytest.approx(two[part])
-    added = two["optimizer"] - embedding["optimizer"]  # of the second backward's gradients to the first one's
-    assert embedding["elementwise"] == pytest.approx(two["elementwise"] + added)
-    assert embedding["loss"] == 0 < two["loss"]
 
 
 def test_a_trainer_that_loads_the_model_itself_quantizes_it_as_it_is_told() -> None:

@@ -11,7 +11,6 @@ from planner.frameworks.readers import read_text
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.memory.attention_kernels import missing_kernels
-from planner.memory.micro_batch import activation_parts
 from planner.memory.states import weight_bytes
 from planner.planning.answer import plan_workload
 from planner.planning.plan import NoPlan, Plan
@@ -19,61 +18,12 @@ from planner.planning.predict import predict
 from planner.planning.single_changes import single_changes
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
-from planner.speed import speed_profile
-from planner.speed.roofline import CURRENT, throughput_profile
 from tests.planner.helpers import loaded, plan_request
 from tests.planner.launch_sweep import request
 from tests.whole import some
 
 QWEN, GPU = "qwen/qwen3-30b-a3b", find_gpu("rtx-4090")
 PACKED = TrainSetup(method="qlora", quantization="nf4", quantize_experts=True, lora_targets="attention")
-
-
-def test_experts_weigh_four_and_a_half_bits() -> None:
-    """Qwen3-30B-A3B by hand: 48 layers of 128 experts, gate_up [1536, 2048] and down [2048, 768], in 16 bits or in 4
-    with one fp32 scale per 64."""
-    model = loaded(QWEN)
-    experts = 48 * 128 * (1536 * 2048 + 2048 * 768)
-    plain, packed = (weight_bytes(model, setup)["layers"] for setup in (PACKED.replace(quantize_experts=False), PACKED))
-    assert plain - packed == pytest.approx(2 * experts - experts / 2 - 4 * experts / 64, rel=1e-5)
-
-
-def test_experts_in_eight_bits_weigh_a_byte_and_are_unpacked_in_fp32() -> None:
-    """As above, one fp32 scale per row; Axolotl's README of GLM-4.7-Flash: about 35 GiB so, 24 in 4 bits."""
-    model = loaded(QWEN)
-    rows, experts = 48 * 128 * (1536 + 2048), 48 * 128 * (1536 * 2048 + 2048 * 768)
-    eight = PACKED.replace(quantization="int8")
-    plain, packed = (weight_bytes(model, setup)["layers"] for setup in (eight.replace(quantize_experts=False), eight))
-    assert plain - packed == experts - 4 * rows
-    recomputed = [
-        activation_parts(model, GPU, setup).recomputed for setup in (eight.replace(quantize_experts=False), eight)
-    ]
-    assert recomputed[1] - recomputed[0] == 4 * 128 * (1536 * 2048 + 2048 * 768)
-
-
-def test_a_layer_keeps_its_unpacked_experts_and_checkpointing_one_layer_at_a_time() -> None:
-    model = loaded(QWEN)
-    layer = 2 * 128 * (1536 * 2048 + 2048 * 768)
-    for checkpointing, layers in ((0, 48), (1, 0)):
-        setup = PACKED.replace(checkpointing=checkpointing)
-        plain, packed = (
-            activation_parts(model, GPU, variant) for variant in (setup.replace(quantize_experts=False), setup)
-        )
-        assert packed.stored["mlp"] - plain.stored["mlp"] == layers * layer
-        if checkpointing:
-            assert packed.recomputed - plain.recomputed == layer
-            assert packed.forward_temp - plain.forward_temp == layer
-
-
-def test_unpacking_costs_time_and_the_speed_says_that_nobody_measured_it() -> None:
-    model = loaded(QWEN)
-    plain, packed = (
-        speed_profile(model, GPU, setup).step_time(setup) for setup in (PACKED.replace(quantize_experts=False), PACKED)
-    )
-    assert packed.parts_s["dequantization"] > 5 * plain.parts_s["dequantization"]
-    assert packed.parts_s["recompute"] > plain.parts_s["recompute"]
-    assert packed.band_fraction >= 0.5
-    assert any("Nobody has measured the speed of experts in 4 bits" in note for note in packed.notes)
 
 
 @pytest.mark.parametrize(
@@ -161,22 +111,6 @@ def test_a_larger_card_is_one_on_which_the_experts_fit_in_4_bits() -> None:
         card = action.split()[1].rstrip(",")
         assert card != "b300"
         assert isinstance(plan_workload(plan_request("openai/gpt-oss-120b", card), explained=False), Plan)
-
-
-def test_stacked_experts_multiply_in_the_type_of_their_weights() -> None:
-    """transformers' grouped product is not autocast's: with fp32 masters it is several times slower, as notes say."""
-    model, card = loaded(QWEN), find_gpu("h200")
-    mixed = TrainSetup(method="full", lora_rank=0, precision="bf16-mixed", micro_batch_seqs=4, checkpointing=1)
-    slow, fast = (
-        throughput_profile(model, card, setup, conditions=CURRENT).step_time(setup)
-        for setup in (mixed, mixed.replace(precision="bf16-pure"))
-    )
-    assert slow.parts_s["matmul"] > 3 * fast.parts_s["matmul"]
-    assert any("multiply in fp32" in note for note in slow.notes)
-    assert not any("multiply in fp32" in note for note in fast.notes)
-    dense = loaded("Qwen/Qwen3-8B")
-    noted = throughput_profile(dense, card, mixed, conditions=CURRENT).step_time(mixed).notes
-    assert not any("multiply in fp32" in note for note in noted)
 
 
 def test_axolotl_holds_stacks_in_fp32_beside_a_quantized_base_and_is_planned_with_them_quantized() -> None:

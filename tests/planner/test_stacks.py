@@ -10,14 +10,14 @@ from planner.core.errors import SetupError
 from planner.core.units import GIB
 from planner.hardware.gpus import all_gpus, find_gpu
 from planner.memory.model import predict_memory
-from planner.memory.step import HOOKED, KEPT_OUTPUTS, loss_parts
+from planner.memory.step import HOOKED, loss_parts
 from planner.models import catalogue
 from planner.options.stacks import STACKS
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.setup.allowed import STACK_NAMES
 from planner.setup.interchange import setup_from_dict, setup_from_request, setup_to_dict
-from planner.speed.roofline import CURRENT, conditions_of, step_time
+from planner.speed.roofline import step_time
 from tests.planner.helpers import loaded
 
 PUBLISHED = 0.02
@@ -50,15 +50,6 @@ def test_full_fine_tuning_in_pefts_loop_pays_for_its_clipping_and_for_ecc() -> N
     assert max(map(abs, errors)) < 0.05
 
 
-def test_kept_outputs_are_the_logits_all_along() -> None:
-    """Two bytes per 16-bit logit from one forward's end to the next one's, in every phase of a step."""
-    stacks = ("plain-loop", "plain-loop-drops-outputs")
-    retained, dropped = (predict_memory(MODEL, find_gpu("rtx-4080"), by(name)) for name in stacks)
-    assert retained.peak_allocated_bytes - dropped.peak_allocated_bytes == 2 * LOGITS
-    term = next(entry for entry in retained.terms if entry.name == KEPT_OUTPUTS)
-    assert (term.size_bytes, term.phases) == (2 * LOGITS, ("forward", "loss", "backward", "step"))
-
-
 def test_outputs_that_were_cast_are_kept_as_cast() -> None:
     """prime-rl casts the logits to fp32 and holds them in `out`: 31.7 GiB reserved by Qwen3-0.6B, 8,192 tokens, on an
     H100 (prime-rl@c5afcaa2e:benchmarks/baselines); 27.6 were said of a loop that drops them."""
@@ -69,24 +60,6 @@ def test_outputs_that_were_cast_are_kept_as_cast() -> None:
         {**values, "stack": "prime-rl", "loss": "full", "accumulation_steps": 2, "compile": True}
     )
     assert predict_memory(model, find_gpu("h100-sxm"), setup).peak_reserved_bytes == pytest.approx(31.7 * GIB, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("stack", "forward", "backward"),
-    [
-        ("trl", 2 + 4 + 4, 12),  # logits, fp32 copy, log-softmax; log-softmax and two gradients
-        ("torchtune", 2 + 4 + 4 / 8, 4 + 8 / 8),  # the copy and the gradients of one of eight pieces
-        ("litgpt", 2 + 2, 2 + 2 * 2 / 8),  # 1,024 tokens are eight pieces of 128, all in 16 bit
-        ("unsloth", 2, 2),  # the gradient lies over the logits
-        ("fms-acceleration", 2 + 4, 8),  # logits and fp32 ones (of one row no copy), the gradient over them; and padded
-        ("plain-loop-own-model", 2 + 2, 2 * 3),  # no copy: logits and log-softmax; log-softmax and two gradients
-        ("torchtune-whole-loss", 2 + 4 + 4, 12),
-    ],
-)
-def test_full_loss_by_hand(stack: str, forward: float, backward: float) -> None:
-    chain = loss_parts(MODEL, by(stack))
-    assert chain.loss_bytes == forward * LOGITS
-    assert chain.backward_bytes == backward * LOGITS
 
 
 def test_autocast_computes_every_full_loss_in_fp32() -> None:
@@ -150,12 +123,6 @@ def test_a_launch_file_is_run_by_its_own_stack() -> None:
     assert (runs.stack, runs.resolved_adapter_dtype) == ("hf", planned.resolved_adapter_dtype)
     assert planned.run_by("deepspeed") is planned
     assert by("plain-loop", expandable_segments=False).run_by("trl").expandable_segments
-
-
-def test_speed_knows_the_stack() -> None:
-    assert conditions_of(TrainSetup()) is CURRENT
-    assert conditions_of(by("unsloth")).fused_lora
-    assert not conditions_of(by("plain-loop")).trainer_overhead
 
 
 FIXED_SEGMENTS = 0.09
@@ -248,17 +215,6 @@ def test_a_compiled_model_that_hands_its_logits_out_has_their_gradient_and_zeros
         assert [ratio for what, ratio in ratios.items() if what != "tokens_per_s"] == [pytest.approx(1, abs=0.04)]
 
 
-def test_a_loss_outside_the_compiled_model_stays_whole() -> None:
-    """A loss beside a model of one's own is not compiled: its fp32 copies of the logits stay; torchtitan compiles its
-    own, and transformers' models have it in their forward."""
-    eager, plain = (loss_parts(MODEL, by("plain-loop-own-model", loss="full", compile=on)) for on in (False, True))
-    assert plain == eager
-    for stack, beside in (("torchtitan", 0), ("plain-loop-drops-outputs", 2)):
-        compiled = loss_parts(MODEL, by(stack, loss="full", compile=True))
-        assert (compiled.loss_bytes, compiled.logits_bytes) == (2 * LOGITS,) * 2
-        assert compiled.backward_bytes == (1 + beside) * 2 * LOGITS
-
-
 def test_a_cache_that_fills_while_training_is_there_twice() -> None:
     """dlrover's loop (allocated, 8 A100, full and LoRA): its outputs hold the keys and values of all layers, and those
     of the step before until the next forward ends; the logits in fp32, as transformers had them before 4.46."""
@@ -275,36 +231,6 @@ def test_a_cache_that_fills_while_training_is_there_twice() -> None:
     keys = 2 * 32 * 4 * 4096 * 4096 * 2
     without = predict_memory(model, card, full.replace(use_cache=False)).peak_allocated_bytes
     assert predict_memory(model, card, full).peak_allocated_bytes - without == 2 * keys
-
-
-def test_older_libraries_keep_more() -> None:
-    """Keys repeated to all heads under SDPA, a shifted copy of the logits, the inputs of 4-bit matrices."""
-    card, base = find_gpu("a100-80gb"), by("hf", checkpointing=0, expandable_segments=False)
-
-    def terms(setup: TrainSetup) -> dict[str, int]:
-        return {term.name: term.size_bytes for term in predict_memory(MODEL, card, setup).terms}
-
-    today, older = terms(base), terms(base.replace(transformers_version="4.53"))
-    repeated = 24 * 2 * (14 - 2) * 64 * 2 * TOKENS
-    assert older["attention inputs and outputs"] - today["attention inputs and outputs"] == repeated
-    rows = base.replace(micro_batch_seqs=2, seq_len_tokens=TOKENS // 2)
-    versions = ("4.53", "4.48", "4.44")
-    for each, wanted in ((rows, [10, 14, 12]), (base, [10, 10, 8])):  # all but the last of one row is no copy
-        chains = [loss_parts(MODEL, each.replace(transformers_version=version)).loss_bytes for version in versions]
-        assert [chain_bytes // LOGITS for chain_bytes in chains] == wanted
-    packed = base.replace(method="qlora", quantization="nf4", bitsandbytes_version="0.43.1")
-    assert "inputs that quantized matrices keep" in terms(packed)
-    assert "inputs that quantized matrices keep" not in terms(packed.replace(bitsandbytes_version="0.43.2"))
-    flash = base.replace(attention="flash-attention-2", transformers_version="4.53")
-    assert not flash.uses_older_code_paths  # so that profiles and dry runs of today's libraries hold
-    assert (
-        predict_memory(MODEL, card, flash).terms
-        == predict_memory(MODEL, card, flash.replace(transformers_version="")).terms
-    )
-    others = ({"attention": "sdpa"}, {"transformers_version": "4.48"}, {"use_cache": True})
-    assert all(setup.uses_older_code_paths for setup in (packed, *(flash.replace(**changed) for changed in others)))
-    with pytest.raises(SetupError, match="transformers_version"):
-        base.replace(transformers_version="newest")
 
 
 def test_torchtune_packs_rows_and_flash_attention_casts_what_the_kbit_preparation_widened() -> None:

@@ -7,9 +7,7 @@ import pytest
 from planner.core.errors import SetupError
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.memory.dtypes import dtype_policy_of
-from planner.memory.engines import engine_of, why_not
-from planner.memory.layer_terms import LayerContext, exchanged_bytes
+from planner.memory.engines import why_not
 from planner.memory.model import rank_memories
 from planner.memory.workload import Workload
 from planner.planning.decision.layouts import LONG_TOKENS, all_layouts
@@ -24,39 +22,6 @@ TOKENS = 65536
 def _setup(degree: int, parallel: str = "fsdp2", **fields: Any) -> TrainSetup:
     values = {"num_gpus": 8, "seq_len_tokens": TOKENS, "loss": "chunked", **fields}
     return TrainSetup(context_degree=degree, parallel=parallel, **values)
-
-
-def test_degrees_divide_copies_and_shards_span_sequences() -> None:
-    setup = _setup(4, micro_batch_seqs=2, accumulation_steps=3)
-    assert (setup.data_degree, setup.shardable_ranks, setup.shards, setup.global_batch_seqs) == (2, 8, 8, 12)
-    inner = engine_of(setup).computes(setup)
-    assert (inner.seq_len_tokens, inner.num_gpus, inner.context_degree) == (TOKENS // 4, 1, 4)
-
-
-def test_exchange_by_hand() -> None:
-    """Llama 8B in bf16: 4,096 wide queries, 2 x 1,024 of keys and values, 8,192 own tokens of 65,536."""
-    model = loaded()
-
-    def exchanged(setup: TrainSetup) -> tuple[int, int]:
-        inner = engine_of(setup).computes(setup)
-        context = LayerContext(
-            setup=inner, dtypes=dtype_policy_of(inner), adapted=frozenset(), kernel="flash",
-            tokens=inner.forward_tokens, hidden=4096, traits=model.traits,
-        )  # fmt: skip
-        attention = model.layer_kinds[0].attention
-        assert attention is not None
-        return exchanged_bytes(attention, context)
-
-    rank_tokens, all_gather_bytes = TOKENS // 8, 2 * 2048 * TOKENS
-    ring = exchanged(_setup(8))
-    assert ring == (
-        all_gather_bytes + rank_tokens * (2 * (4096 + 2048 + 4096) + 16 * 4096),
-        all_gather_bytes + rank_tokens * (2 * (4096 + 2048) + 4 * (2 * 4096 + 3 * 2048)),
-    )
-    assert exchanged(_setup(8, "zero3")) == (rank_tokens * 2 * (3 * 4096 + 2048),) * 2
-    # 8 key-value heads for 16 GPUs: each is there twice
-    assert exchanged(_setup(16, "zero3", num_gpus=16)) == (rank_tokens // 2 * 2 * (3 * 4096 + 4096),) * 2
-    assert exchanged(TrainSetup(num_gpus=8, parallel="fsdp2")) == (0, 0)
 
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "zero3"])

@@ -1,6 +1,5 @@
 """Experts that are distributed over GPUs: bytes and seconds by hand, refusals, what stays as it is."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +11,8 @@ from planner.frameworks.readers import FileContext, read_text
 from planner.frameworks.readers.types import canonical
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
-from planner.memory.engines import engine_of, why_not
-from planner.memory.engines.expert_parallel import share_of
-from planner.memory.engines.gather import gathered_groups
-from planner.memory.layer_terms import PAIR_BYTES, replicas
-from planner.memory.layers import layer_costs
-from planner.memory.micro_batch import step_dtype_policy
+from planner.memory.engines import why_not
 from planner.memory.model import rank_memories
-from planner.memory.rank_part import rank_parts
 from planner.memory.workload import Workload
 from planner.planning.decision.layouts import all_layouts, layout_name
 from planner.setup import TrainSetup
@@ -36,41 +29,6 @@ EXPERTS, LAYERS, EACH = 128, 48, 3 * 2048 * 768
 def _setup(degree: int = 8, **fields: Any) -> TrainSetup:
     values = {"num_gpus": 8, "parallel": "fsdp2", "method": "full", "lora_rank": 0, "precision": "bf16-mixed", **fields}
     return TrainSetup(expert_degree=degree, **values)
-
-
-def test_a_rank_holds_its_experts_whole_and_a_share_of_the_rest() -> None:
-    model = MODEL
-    for degree, gpus, num_replicas in ((8, 8, 1), (2, 8, 4), (8, 64, 8)):
-        setup = _setup(degree, num_gpus=gpus)
-        (part,) = rank_parts(model, setup)
-        share = share_of(part.model, replicas(setup))
-        assert share.replicas == num_replicas
-        assert share.gathered == EXPERTS // degree * EACH
-        assert share.stored == LAYERS * share.gathered // num_replicas
-        state = engine_of(setup).state(part, setup, accumulated=False)
-        assert state.local.num == pytest.approx(model.num_params / gpus, rel=1e-3)
-
-
-def test_one_expert_on_a_gpu_is_padded_to_the_ranks_that_share_it() -> None:
-    """FSDP2 cuts along the experts: 8 ranks that hold the same single expert store one each, seven of them padding."""
-    setup = _setup(8, num_gpus=64)
-    model = loaded("mistralai/mixtral-8x7b-v0.1")
-    (part,) = rank_parts(model, setup)
-    each = 3 * 4096 * 14336
-    share = share_of(part.model, replicas(setup))
-    assert (share.stored, share.gathered) == (32 * each, 8 * each)
-
-
-def test_what_a_layer_keeps_is_what_it_keeps_on_one_gpu_and_the_way_of_its_pairs() -> None:
-    model = MODEL
-    alone = TrainSetup(method="full", lora_rank=0, precision="bf16-autocast", checkpointing=0)
-    setup = _setup(8, checkpointing=0)
-    (part,) = rank_parts(model, setup)
-    inner = engine_of(setup).computes(setup)
-    kinds = [frozenset[str]()] * len(model.layer_kinds)
-    (single_layer,) = layer_costs(model, H100, alone, step_dtype_policy(model, alone), kinds)
-    (sharded_layer,) = layer_costs(part.model, H100, inner, step_dtype_policy(part.model, inner), kinds)
-    assert sharded_layer.saved.total - single_layer.saved.total == PAIR_BYTES * 2048 * 8
 
 
 def test_it_pays_where_gathering_experts_takes_longer_than_moving_tokens() -> None:
@@ -184,14 +142,6 @@ def test_other_tools_refuse(target: str) -> None:
     request = ExportRequest(model_id="Qwen/Qwen3-30B-A3B", setup=setup, hyper=choose(setup), model=MODEL)
     launch = EXPORTERS[target](request)
     assert launch.refused or "ep_size" not in "".join(file.text for file in launch.files)
-
-
-def test_a_layer_of_bare_parameters_alone_has_its_largest_gradient_in_its_stacks() -> None:
-    """As a module tree may have one: by hand, all three stacks of its experts at once."""
-    (layer,) = MODEL.layer_kinds
-    stacks = tuple(linear for linear in layer.linears if linear.module == "parameter")
-    model = replace(MODEL, layer_kinds=(replace(layer, linears=stacks),))
-    assert gathered_groups(model, _setup(1), 8).matrix == EXPERTS * EACH
 
 
 @pytest.mark.parametrize(

@@ -40,28 +40,6 @@ def test_a_real_layer_keeps_megatrons_ten_whole_and_sixteen_cut(degree: int) -> 
     assert sum(parts.stored.values()) / model.num_layers / paper == pytest.approx(1.06, abs=0.02)
 
 
-@pytest.mark.parametrize("degree", [2, 4, 8])
-def test_tensor_shards_divide_the_matrices_and_keep_the_rest(degree: int) -> None:
-    model = loaded("meta-llama/llama-3.1-8b")
-    shard = tensor_shard(model, degree)
-    layer, whole = shard.layer_kinds[0], model.layer_kinds[0]
-    assert sum(linear.num_weights for linear in layer.linears) * degree == sum(
-        linear.num_weights for linear in whole.linears
-    )
-    assert layer.norms == whole.norms
-    assert shard.num_head_params * degree == model.num_head_params
-    assert shard.num_embedding_params * degree == model.num_embedding_params  # by vocabulary
-    assert layer.attention.num_heads == 32 // degree
-    assert layer.attention.num_kv_heads == 8 // degree
-
-
-def test_one_rank_is_the_model_itself() -> None:
-    model = loaded("qwen/qwen2.5-1.5b")
-    (part,) = rank_parts(model, TrainSetup(num_gpus=4, parallel="ddp"))
-    assert part.model is model
-    assert (part.num_ranks, part.first, part.last, part.in_flight) == (4, True, True, 1)
-
-
 @pytest.mark.parametrize("degree", [2, 3, 5, 8])
 def test_stages_hold_the_whole_model_once(degree: int) -> None:
     """Every parameter is on exactly one stage; the remainder of the layers goes to the first ones."""
@@ -92,10 +70,3 @@ def test_1f1b_holds_min_of_micro_batches_and_stages_left() -> None:
     assert [in_flight(setup, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
     gpipe = _pipeline(4, 8, "gpipe")
     assert [in_flight(gpipe, stage, 8) for stage in range(4)] == [8, 8, 8, 8]
-
-
-def test_a_device_map_holds_one_micro_batch() -> None:
-    model = loaded("meta-llama/llama-3.1-8b")
-    parts = rank_parts(model, TrainSetup(num_gpus=4, parallel="device-map", accumulation_steps=8))
-    assert [part.in_flight for part in parts] == [1, 1, 1, 1]
-    assert [part.num_ranks for part in parts] == [1, 1, 1, 1]

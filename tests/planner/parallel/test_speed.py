@@ -1,6 +1,5 @@
 """The step time of a layout: what communication adds, and what hides it."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ from planner.models.spec import ModelSpec
 from planner.planning.predict import predict
 from planner.setup import TrainSetup
 from planner.speed import speed_profile
-from planner.speed.roofline import conditions_of, step_time
+from planner.speed.roofline import step_time
 from planner.speed.roofline.calibration import load_calibration
-from planner.speed.several_gpus.collectives import link_rate, optimizer_s
+from planner.speed.several_gpus.collectives import link_rate
 from planner.speed.several_gpus.speed import LAYOUT_PARTS, layout_profile, layout_step_time
-from planner.speed.several_gpus.traffic import traffic_of
 from planner.speed.sized import ProgramSpeed
 
 A100 = find_gpu("a100-80gb")
@@ -96,28 +94,6 @@ def test_ddp_computes_what_one_gpu_does_by_its_program(fields: dict[str, Any]) -
     assert seconds(made) == pytest.approx(program.step_time(single_gpu).step_time_s, rel=0.03)
 
 
-def test_accumulation_postpones_ddps_reduction_but_not_zero2s() -> None:
-    """DDP's no_sync under the Trainer; DeepSpeed's stage 2 reduces every micro-batch."""
-
-    def communication(parallel: str, steps: int, **more: bool) -> float:
-        return communication_s(setup(parallel, accumulation_steps=steps, **more))
-
-    assert communication("ddp", 8) == pytest.approx(communication("ddp", 1))
-    assert communication("zero1", 8) == pytest.approx(communication("zero1", 1))
-    assert communication("zero2", 8) > 2 * communication("zero2", 1)
-    assert communication("fsdp2", 8) == pytest.approx(8 * communication("fsdp2", 1))
-    waits = {"sync_each_batch": False}
-    assert communication("fsdp2", 8, **waits) < communication("fsdp2", 8)  # gathers repeat, reductions do not
-
-
-def test_sharding_divides_the_optimizer_step() -> None:
-    def optimizer(parallel: str) -> float:
-        return layout_step_time(model(), A100, setup(parallel), make_cluster(A100, 8)).parts_s["optimizer"]
-
-    # 16-bit states under DDP, fp32 masters and states (twice the bytes) over eight ranks
-    assert optimizer("zero1") == pytest.approx(optimizer("ddp") * 2 / 8, rel=0.1)
-
-
 def test_more_nodes_expose_more_communication() -> None:
     shares = []
     for gpus in (8, 64, 512):
@@ -125,13 +101,6 @@ def test_more_nodes_expose_more_communication() -> None:
         shares.append(layout_step_time(model(), A100, made, make_cluster(A100, gpus)).share("communication"))
     assert shares == sorted(shares)
     assert 0.0 < shares[0] < shares[-1] < 0.5
-
-
-def test_constants_come_from_the_calibration() -> None:
-    slow = replace(load_calibration(), spread={"nvlink_share": 0.05})
-    cluster = make_cluster(A100, 8)
-    answer = layout_step_time(model(), A100, setup("zero3"), cluster, calibration=slow)
-    assert answer.step_time_s > 1.5 * seconds(setup("zero3"))
 
 
 def test_a_pipeline_waits_for_its_bubble() -> None:
@@ -143,12 +112,6 @@ def test_a_pipeline_waits_for_its_bubble() -> None:
     assert slowest > step_time(model(), A100, made.replace(num_gpus=1, pipeline_degree=1)).step_time_s / 8 / 8
     longer = layout_step_time(model(), A100, made.replace(accumulation_steps=64), make_cluster(A100, 8))
     assert longer.share("bubble") < 0.3 * answer.share("bubble")
-
-
-def test_a_split_head_still_pays_for_the_whole_loss() -> None:
-    whole = layout_step_time(model(), A100, setup("ddp"), make_cluster(A100, 8)).parts_s["loss"]
-    split = layout_step_time(model(), A100, setup("none", tensor_degree=8), make_cluster(A100, 8)).parts_s["loss"]
-    assert 0.3 * whole < split < whole
 
 
 LORA = {"method": "lora", "lora_rank": 16}
@@ -200,20 +163,6 @@ def test_offloading_costs_the_link_and_the_hosts_processors() -> None:
     assert any("CPUs" in note for note in answer.notes)
     weights = layout_step_time(model(), A100, setup("zero3", offload="parameters"), cluster)
     assert weights.parts_s["offload"] > on_cpus
-
-
-@pytest.mark.parametrize(("engine", "mixed", "pure"), [("fsdp2", 28, 14), ("zero3", 30, 30)])
-def test_an_offloaded_step_moves_the_shards_own_type_and_zeros_fp32_states(engine: str, mixed: int, pure: int) -> None:
-    """Gradient, weight and two moments read, three written: fp32 or bf16 shards; DeepSpeed's CPU-Adam always fp32, and
-    a 16-bit copy."""
-    cluster, constants = make_cluster(A100, 8), load_calibration().layout_constants
-    for precision, size in (("bf16-mixed", mixed), ("bf16-pure", pure)):
-        made = setup(engine, offload="parameters", precision=precision, optimizer="adamw-fused")
-        on_cpus = optimizer_s(made, 1e9, cluster, constants)
-        assert on_cpus == pytest.approx(8e9 * size / constants.cpu_adam_bytes_per_s)
-        answer = layout_step_time(model(), A100, made, cluster)
-        assert answer.parts_s["offload"] >= on_cpus * model().num_params / 8e9
-        assert any(f"{size} bytes a parameter" in note for note in answer.notes)
 
 
 def test_communication_is_mentioned_as_missing_only_on_one_gpus_path() -> None:
@@ -295,12 +244,3 @@ def test_dtensor_dispatches_what_tensor_parallelism_cuts(compiled: bool, waits: 
     assert (host_s > 0.2) is waits
     slower = [seconds(cut.replace(checkpointing=every), make_cluster(gpu, 8)) for every in (0, 16, 4, 1)]
     assert slower == sorted(slower)  # checkpoints never save time
-
-
-def test_torchtitan_reduces_gradients_in_fp32() -> None:
-    """Its `mixed_precision_reduce`; transformers' FSDP2 reduces in the type it gathers."""
-    sent = {
-        stack: traffic_of(model(), setup("fsdp2"), conditions_of(setup("fsdp2", stack=stack)))
-        for stack in ("trl", "torchtitan")
-    }
-    assert sent["torchtitan"].gradient_bytes == 2 * sent["trl"].gradient_bytes
