@@ -75,7 +75,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", some(CASES, 500), ids="-".join)
+@pytest.mark.parametrize("case", some(CASES, 800), ids="-".join)
 def test_a_first_evening(case: Case, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = place / "out" / str(CASES.index(case))
     with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:

@@ -601,7 +601,7 @@ def test_a_file_that_says_nothing_of_the_allocator_fits_only_where_it_does_on_fi
     for budget in (least, round(0.9 * least), round(0.8 * least)):
         close = check(config, MODEL, GPU, budget, prediction_of)
         improved = improve(close, MODEL, prediction_of)
-        for change in (*close.changes, improved):  # nor does a change of it, nor what --fix writes
+        for change in (*some(close.changes, 3), improved):  # nor does a change of it, nor what --fix writes
             changed = check(replace(config, setup=change.setup), MODEL, GPU, budget, prediction_of)
             assert change.verdict is not Verdict.FITS or changed.verdict is Verdict.FITS, change
 

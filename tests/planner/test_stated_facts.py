@@ -1,6 +1,7 @@
 """Facts stated by hand of what an audit's faults got past (docs/faults.md): one small product for each."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,16 @@ from planner.frameworks.readers import FileContext, evaluating, read_text, shard
 from planner.frameworks.readers.types import ReadConfig
 from planner.frameworks.readers.values import Settings
 from planner.hardware.gpus import find_gpu
+from planner.memory.micro_batch import checkpointed_inputs_bytes, hooked_bytes
+from planner.memory.states import weight_bytes
+from planner.memory.step import loss_parts
+from planner.options.stacks import STACKS
 from planner.planning.predict import predict
 from planner.samples.dataset import measure
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_request
+from planner.speed.roofline import throughput_profile
+from planner.speed.roofline.model import UNALIGNED_HEAD
 from tests.planner.helpers import loaded
 
 STRATEGIES = {
@@ -141,6 +148,44 @@ def test_ms_swift_evaluates_when_it_saves_where_there_is_data_for_it() -> None:
         assert read_text(f"{text}{more} --save_strategy no", "run.sh").eval_seqs == 0
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_fsdp_1s_hooks_hold_inputs_once_or_twice(
+    reentrant: bool, version: int, checkpointing: int, method: str
+) -> None:
+    """Under reentrant checkpointing the recomputed input's gradient is held beside each layer's input."""
+    fields = {"method": method, "lora_rank": 16 * (method == "lora"), "checkpointing": checkpointing}
+    fields["reentrant_checkpointing"] = reentrant
+    setup = TrainSetup(num_gpus=4, parallel="fsdp2", fsdp_version=version, **fields)
+    hooked = version == 1 and checkpointing == 1 and method == "lora"
+    inputs = 16 * setup.tokens_per_micro_batch * 2048 * 2  # layers x tokens x hidden x bytes
+    assert checkpointed_inputs_bytes(loaded("meta-llama/Llama-3.2-1B"), setup) in (0, inputs)
+    assert hooked_bytes(loaded("meta-llama/Llama-3.2-1B"), setup) == ((2 if reentrant else 1) * inputs if hooked else 0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+def test_a_heads_bias_is_weight_tied_or_not(tied: bool, precision: str) -> None:
+    plain = loaded("meta-llama/Llama-3.2-1B" if tied else "meta-llama/Llama-3.1-8B")
+    assert plain.tied == tied
+    assert plain.head is not None
+    biased = replace(plain, head=replace(plain.head, bias=True))
+    setup = TrainSetup(precision=precision)
+    more = sum(weight_bytes(biased, setup).values()) - sum(weight_bytes(plain, setup).values())
+    assert more == plain.vocab_size * (4 if precision == "fp32" else 2)
+
+
+@pytest.mark.parametrize("vocab", [8, 50257, 50260, 50262, 50264, 128256, 151665, 151936])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_vocabulary_that_no_tensor_core_divides_is_slow(vocab: int, dtype: str) -> None:
+    """Rows of 16-bit values start at multiples of 16 bytes: of 8 values."""
+    speed = throughput_profile(loaded("meta-llama/Llama-3.2-1B"), find_gpu("rtx-4090"), TrainSetup()).speed
+    share = speed.head_rate(dtype, vocab) / speed.rates.matmul[dtype]
+    assert share == (1.0 if dtype == "fp32" or vocab * 2 % 16 == 0 else UNALIGNED_HEAD)
+
+
 @pytest.mark.parametrize("longer", ["chosen", "rejected"])
 @pytest.mark.parametrize("prompt", [0, 100])
 def test_a_pair_is_as_long_as_its_longer_half(longer: str, prompt: int, tmp_path: Path) -> None:
@@ -150,6 +195,19 @@ def test_a_pair_is_as_long_as_its_longer_half(longer: str, prompt: int, tmp_path
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     assert measure(file, kinds=("preference",)).lengths_tokens == (prompt + 100 + 1,) * 3
+
+
+def test_what_a_loop_keeps_of_its_outputs_are_all_logits() -> None:
+    """A loop whose variable holds the model's outputs holds a full loss's logits into the next forward."""
+    spec, num_keeping = loaded("meta-llama/Llama-3.2-1B"), 0
+    for stack in STACKS.values():
+        whole = {"method": "full", "lora_rank": 0} if stack.steps_in_backward else {}
+        setup = TrainSetup(loss="full", seq_len_tokens=512, micro_batch_seqs=2, stack=stack.name, **whole)
+        logits = 2 * 512 * spec.vocab_size
+        kept_bytes = loss_parts(spec, setup).kept_bytes
+        assert kept_bytes in ((2 * logits, 4 * logits) if stack.keeps_outputs else (0,)), stack.name
+        num_keeping += stack.keeps_outputs
+    assert num_keeping >= 3
 
 
 MESHES = [

@@ -140,10 +140,10 @@ def test_layers_alone_are_counted_as_they_train(fields: dict[str, object], layer
     assert formula.peak_allocated_bytes < whole.peak_allocated_bytes
 
 
-@pytest.mark.parametrize("fields", [
+@pytest.mark.parametrize("fields", some([
     {"stack": "trl"}, {"stack": "axolotl"}, {"stack": "axolotl", "precision": "bf16-pure"},
     {"stack": "trl", "precision": "bf16-pure"}, {"stack": "hf", "precision": "bf16-autocast", "quantization": "nf4"},
-])  # fmt: skip
+], 2))  # fmt: skip
 def test_modules_trained_whole_are_gathered_with_what_they_copy(fields: dict[str, object]) -> None:
     saved = {"modules_to_save": ("embed_tokens", "lm_head"), "lora_rank": 8, "seq_len_tokens": 128, "loss": "full"}
     saved |= {"method": "qlora"} if "quantization" in fields else {}

@@ -70,7 +70,7 @@ def test_a_cluster_is_what_a_plan_of_it_takes() -> None:
 def test_the_picks_of_all_clusters_are_among_those_that_decide() -> None:
     jobs = [cluster_job(job(num, gpu)) for gpu in ("t4", "a100-80gb") for num in (1, 2)]
     options = fitting(every_outcome(jobs, Limits()))
-    for limits in (Limits(), Limits(deadline_s=900.0), Limits(budget_usd=0.01)):
+    for limits in (Limits(), Limits(deadline_s=900.0, budget_usd=0.01)):
         every = [replace(option, meets=limits.keep(option.duration_s, option.cost_usd)) for option in options]
         deciding = fitting(deciding_outcomes(jobs, limits))
         for pick in (smallest, cheapest, fastest):
