@@ -1,20 +1,19 @@
-"""`plan estimate`: one setup from flags, or many as JSON lines."""
+"""`plan estimate`: one setup from flags, or many as JSON lines; the flags of one setup (`plan probe` has them too)."""
 
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 from finetune_planner.app.levels import over_samples, with_dry_run
-from finetune_planner.cli import options
+from finetune_planner.cli import options, setup_flags
 from finetune_planner.cli.completion import complete_model
 from finetune_planner.cli.output import console, json_text, print_json
-from finetune_planner.cli.request_options import AnySetupOptions
-from finetune_planner.cli.setup_flags import takes_options
+from finetune_planner.cli.setup_flags import Flag, given, takes_flags, takes_options
 from planner.core.errors import ConfigError, PlannerError, UsageError
 from planner.core.inputs import open_regular, parse_object, read_lines
 from planner.core.records import dataclass
@@ -39,6 +38,68 @@ if TYPE_CHECKING:
     from planner.samples.lengths import OverLengths
 
 MAX_LINE_CHARS = 1_000_000
+_ONE = (*setup_flags.SPACE, *setup_flags.RUN)
+_ANY = (*setup_flags.SPLIT, setup_flags.ADAPTER, *setup_flags.AIM, *setup_flags.FORMULA_ALONE)
+
+
+@takes_flags(*_ONE, *setup_flags.SHARED, several=False)
+class SetupOptions:
+    """One setup as flags; None: the setup's own default."""
+
+    attention: str | None = None
+    seq_len: int | None = None
+    gpus: options.Gpus = None
+    rows: ClassVar[tuple[Flag, ...]] = (*_ONE, *setup_flags.SHARED)
+
+    def values(self) -> dict[str, Any]:
+        """What was given, as fields of the interchange form; a quantized base is QLoRA's.
+
+        Raises:
+            UsageError: values out of range, or flags that contradict each other.
+        """
+        flags = given(self, self.rows)
+        fields = {row.of: row.read(row.word, value) for row, value in flags.items() if row not in setup_flags.LAYOUT}
+        fields |= self._more()
+        if "method" not in fields and fields.get("quantization", "none") != "none":
+            fields["method"] = "qlora"
+        num_gpus = positive("gpus", self.gpus, maximum=setup_flags.MAX_GPUS) or 1
+        shared = {row.key: [value] if row.many else value for row, value in flags.items() if row in setup_flags.LAYOUT}
+        return fields | _spread(num_gpus, options.layout_fields(num_gpus, one_setup=True, **shared))
+
+    def _more(self) -> dict[str, Any]:
+        return {}
+
+
+@takes_flags(*_ANY, several=False)
+class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ImageOptions):
+    """With what a formula can say and no probe here runs: split matrices and layers, other stacks."""
+
+    objective: options.Objective = None
+    rows: ClassVar[tuple[Flag, ...]] = (*SetupOptions.rows, *_ANY)
+
+    def _more(self) -> dict[str, Any]:
+        rollout = self.rollout(self.objective, self.seq_len)
+        fields = {"objective": self.objective, "rollout": rollout, "images": self.images()}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def _spread(num_gpus: int, layout: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The layout's fields of one setup: what was not said is plain DDP over the copies that are left.
+
+    FSDP2 where a flag belongs to it alone, and beside tensor parallelism and pipelines, where Accelerate and torchtitan
+    know no other.
+    """
+    if num_gpus == 1 and not {"offload", "parallel"} & set(layout):
+        return {}
+    values = {name: allowed[0] for name, allowed in layout.items()}
+    if "parallel" not in values:
+        split = values.get("tensor_degree", 1) * values.get("pipeline_degree", 1)
+        within = values.get("context_degree", 1) * values.get("expert_degree", 1)
+        only_fsdp2 = "shard_degree" in values or "reshard_after_forward" in values
+        fsdp2 = only_fsdp2 or values.get("offload") == "parameters" or split * within > 1
+        offloaded = values.get("offload") == "optimizer"
+        values["parallel"] = "none" if split == num_gpus > 1 else "fsdp2" if fsdp2 else "zero2" if offloaded else "ddp"
+    return {"num_gpus": num_gpus, **values}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """Option declarations that several commands share, and their way into setup fields and into a `Cluster`."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -310,22 +309,3 @@ def layout_fields(num_gpus: int, *, one_setup: bool = False, **flags: Any) -> di
             hint="leave the degrees out, or use --parallel ddp or fsdp2",
         )
     return fixed
-
-
-def one_setup(num_gpus: int, layout: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """The spread's fields of one setup: what was not said is plain DDP over the copies that are left.
-
-    FSDP2 where a flag belongs to it alone, and beside tensor parallelism and pipelines, where Accelerate and torchtitan
-    know no other.
-    """
-    if num_gpus == 1 and not {"offload", "parallel"} & set(layout):
-        return {}
-    values = {name: allowed[0] for name, allowed in layout.items()}
-    if "parallel" not in values:
-        split = values.get("tensor_degree", 1) * values.get("pipeline_degree", 1)
-        within = values.get("context_degree", 1) * values.get("expert_degree", 1)
-        only_fsdp2 = "shard_degree" in values or "reshard_after_forward" in values
-        fsdp2 = only_fsdp2 or values.get("offload") == "parameters" or split * within > 1
-        offloaded = values.get("offload") == "optimizer"
-        values["parallel"] = "none" if split == num_gpus > 1 else "fsdp2" if fsdp2 else "zero2" if offloaded else "ddp"
-    return {"num_gpus": num_gpus, **values}

@@ -11,8 +11,8 @@ from finetune_planner.app.progress import ProgressLine, say
 from finetune_planner.app.running import HowToRun, installed_targets, launch_of, launched_setup, on_card, run_target
 from finetune_planner.app.time_left import START_S
 from finetune_planner.cli import options
+from finetune_planner.cli.estimate import SetupOptions
 from finetune_planner.cli.output import tell
-from finetune_planner.cli.request_options import SetupOptions
 from finetune_planner.cli.setup_flags import takes_options
 from planner.core.errors import EXIT_ENVIRONMENT, EXIT_NOTHING_FITS, EnvironmentProblem, UsageError
 from planner.core.records import dataclass

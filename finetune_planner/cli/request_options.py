@@ -1,19 +1,19 @@
 """The options of a request, declared once for every command that plans (`plan MODEL`, `plan tune`, `plan which-gpu`),
-those that say what is trained on, and those that name one setup (`plan estimate`, `plan probe`)."""
+and those that say what is trained on."""
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
 from finetune_planner.cli import options, setup_flags
-from finetune_planner.cli.setup_flags import Flag, given, takes_flags
+from finetune_planner.cli.setup_flags import given, takes_flags
 from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.memory.workload import Data
-from planner.planning.option_values import amount, choices, named, positive
+from planner.planning.option_values import amount, choices, named
 from planner.planning.plan_request import PlanRequest
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 
 _SPACE = (*setup_flags.SPACE, setup_flags.ADAPTER)
-_ONE = (*setup_flags.SPACE, *setup_flags.RUN)
-_ANY = (*setup_flags.SPLIT, setup_flags.ADAPTER, *setup_flags.AIM, *setup_flags.FORMULA_ALONE)
 
 
 @takes_flags(*_SPACE, several=True)
@@ -174,47 +172,6 @@ class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions,
             num_epochs=self.epochs,
             learning_rate=self.lr,
         )
-
-
-@takes_flags(*_ONE, *setup_flags.SHARED, several=False)
-class SetupOptions:
-    """One setup as flags; None: the setup's own default."""
-
-    attention: str | None = None
-    seq_len: int | None = None
-    gpus: options.Gpus = None
-    rows: ClassVar[tuple[Flag, ...]] = (*_ONE, *setup_flags.SHARED)
-
-    def values(self) -> dict[str, Any]:
-        """What was given, as fields of the interchange form; a quantized base is QLoRA's.
-
-        Raises:
-            UsageError: values out of range, or flags that contradict each other.
-        """
-        flags = given(self, self.rows)
-        fields = {row.of: row.read(row.word, value) for row, value in flags.items() if row not in setup_flags.LAYOUT}
-        fields |= self._more()
-        if "method" not in fields and fields.get("quantization", "none") != "none":
-            fields["method"] = "qlora"
-        num_gpus = positive("gpus", self.gpus, maximum=setup_flags.MAX_GPUS) or 1
-        shared = {row.key: [value] if row.many else value for row, value in flags.items() if row in setup_flags.LAYOUT}
-        return fields | options.one_setup(num_gpus, options.layout_fields(num_gpus, one_setup=True, **shared))
-
-    def _more(self) -> dict[str, Any]:
-        return {}
-
-
-@takes_flags(*_ANY, several=False)
-class AnySetupOptions(SetupOptions, options.RolloutOptions, options.ImageOptions):
-    """With what a formula can say and no probe here runs: split matrices and layers, other stacks."""
-
-    objective: options.Objective = None
-    rows: ClassVar[tuple[Flag, ...]] = (*SetupOptions.rows, *_ANY)
-
-    def _more(self) -> dict[str, Any]:
-        rollout = self.rollout(self.objective, self.seq_len)
-        fields = {"objective": self.objective, "rollout": rollout, "images": self.images()}
-        return {name: value for name, value in fields.items() if value is not None}
 
 
 NAMES = (
