@@ -2,6 +2,7 @@
 
 from planner.core.records import dataclass
 from planner.setup import TrainSetup
+from planner.setup.allowed import SAVED_EMBEDDINGS
 
 SIZE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -51,6 +52,17 @@ class DtypePolicy:
         return self.autocast or self.compute
 
 
+def copies_dtype(setup: TrainSetup) -> str:
+    """Data type of an embedding and head that peft trains whole beside the adapters: that of their weights; TRL casts
+    what is trained beside a quantized base to the adapters'.
+
+    Source: peft 0.21 `utils/other.py` ModulesToSaveWrapper (deepcopy); trl 1.16 `SFTTrainer.__init__`.
+    """
+    if setup.quantized and setup.stack == "trl":
+        return setup.resolved_adapter_dtype
+    return "fp32" if setup.kbit_fp32_cast else setup.weight_dtype
+
+
 def dtype_policy_of(setup: TrainSetup) -> DtypePolicy:
     """The data types of a setup.
 
@@ -65,6 +77,8 @@ def dtype_policy_of(setup: TrainSetup) -> DtypePolicy:
     casts_back = setup.kind.returns_input_type and setup.lora_targets == "all-linear"
     table = "fp32" if setup.kbit_fp32_cast else setup.weight_dtype
     residual = promote(table, setup.autocast_dtype or table)
+    if {*setup.modules_to_save} & {*SAVED_EMBEDDINGS}:  # the copy that trains makes the hidden states
+        residual = promote(residual, copies_dtype(setup))
     if setup.kind.form == "scales" and setup.quantized and setup.lora_targets == "all-linear":
         # the layer takes fp32 without autocast, and under it hands on what its result times the scales is
         residual = promote(residual, setup.resolved_adapter_dtype if setup.autocast_dtype else "fp32")

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from planner.core.errors import SetupError
 from planner.core.records import dataclass
-from planner.memory.dtypes import SIZE_BYTES
+from planner.memory.dtypes import SIZE_BYTES, copies_dtype
 from planner.models.spec import LayerSpec, LinearSpec, ModelSpec, NormSpec
 from planner.models.targets import Adapted, lora_linears, lora_params, lora_rank
 from planner.options.adapters import ADAPTERS, TOKEN_FORMS, Adapter
@@ -182,15 +182,12 @@ def decoder_alone(model: ModelSpec) -> ModelSpec:
 def with_copies(adapters: Trained, model: ModelSpec, setup: TrainSetup) -> Trained:
     """The adapters with the embedding and head that peft trains whole beside them.
 
-    Each is a copy of its own, even of a tied pair, in the type of its weights; TRL casts what is trained beside a
-    quantized base to bf16, adapters and copies alike.
+    Each is a copy of its own, even of a tied pair, of the type that `copies_dtype` says.
 
     Source: peft 0.21 `utils/other.py` ModulesToSaveWrapper (deepcopy), `tuners/tuners_utils.py` cast_adapter_dtype
-    (adapters alone); trl 1.16 `SFTTrainer.__init__`.
+    (adapters alone).
     """
-    dtype = "fp32" if setup.kbit_fp32_cast else setup.weight_dtype
-    if setup.quantized and setup.stack == "trl":
-        dtype = adapters.dtype
+    dtype = copies_dtype(setup)
     names = set(setup.modules_to_save)
     tables = max((table.num_params for table in model.embeddings), default=0) if names & set(SAVED_EMBEDDINGS) else 0
     head = 0
