@@ -10,7 +10,7 @@ from planner.frameworks.exporters.several_gpus import (
     sharding_refusal,
     split_refusal,
 )
-from planner.frameworks.exporters.text import Line, Section, comments, header, section, yaml_text
+from planner.frameworks.exporters.text import Line, comments, header, section, yaml_text
 from planner.frameworks.exporters.types import Difference, Draft, ExportRequest, LaunchFile
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
@@ -28,45 +28,6 @@ def config_files(request: ExportRequest, folder: str = TARGET) -> list[LaunchFil
     """
     alone = command(request, "SCRIPT", folder)
     head = comments(header(request, "Accelerate launch config", alone, VALIDATED_WITH))
-    files = [LaunchFile(path=f"{folder}/{NAME}", text=head + yaml_text(_sections(request, folder)))]
-    return [*files, *deepspeed.config_files(request, folder)]
-
-
-def command(request: ExportRequest, script: str, folder: str) -> str:
-    """`accelerate launch` of a script with the config in `folder`, for every node the same."""
-    launched_by = f"accelerate launch --config_file launch/{folder}/{NAME}{accelerate_flags(request)} {script}"
-    return after(cpu_threads(request, folder), launched_by)
-
-
-def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
-    refused = family_refusal(setup, TARGET)  # it starts the plain script, or TRL
-    return refused or split_refusal(setup, "Accelerate's config alone") or sharding_refusal(setup, model)
-
-
-def differences(setup: TrainSetup) -> tuple[Difference, ...]:
-    return deepspeed.differences(setup)
-
-
-def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
-    """The config alone, as a target of its own."""
-    notes: tuple[str, ...] = ("holds processes, precision and sharding only: use it with the hf or trl target",)
-    notes += (PER_NODE,) * (request.num_nodes > 1)
-    script = command(request, "SCRIPT", TARGET)
-    return Draft(files=tuple(config_files(request)), command=script, complete=False, notes=notes)
-
-
-def distributed_type(setup: TrainSetup) -> str:
-    """Accelerate's name for the way a setup layouts."""
-    if not launched(setup):
-        return "NO"
-    if setup.sharded_at_loading:
-        return "MULTI_GPU"  # transformers shards while it loads; Accelerate must not do it again
-    if setup.parallel in deepspeed.STAGES:
-        return "DEEPSPEED"
-    return "FSDP" if setup.parallel == "fsdp2" else "MULTI_GPU"
-
-
-def _sections(request: ExportRequest, folder: str) -> list[Section]:
     setup = request.setup
     kind, half = distributed_type(setup), setup.autocast_dtype
     several = request.num_nodes > 1
@@ -103,7 +64,42 @@ def _sections(request: ExportRequest, folder: str) -> list[Section]:
         if request.num_nodes > 1:
             config["deepspeed_multinode_launcher"] = "standard"  # torchrun's rendezvous instead of ssh
         blocks.append(section("sharding", Line("deepspeed_config", config), _ulysses(request)))
-    return blocks
+    files = [LaunchFile(path=f"{folder}/{NAME}", text=head + yaml_text(blocks))]
+    return [*files, *deepspeed.config_files(request, folder)]
+
+
+def command(request: ExportRequest, script: str, folder: str) -> str:
+    """`accelerate launch` of a script with the config in `folder`, for every node the same."""
+    launched_by = f"accelerate launch --config_file launch/{folder}/{NAME}{accelerate_flags(request)} {script}"
+    return after(cpu_threads(request, folder), launched_by)
+
+
+def refusal(setup: TrainSetup, model: ModelSpec | None = None) -> str:
+    refused = family_refusal(setup, TARGET)  # it starts the plain script, or TRL
+    return refused or split_refusal(setup, "Accelerate's config alone") or sharding_refusal(setup, model)
+
+
+def differences(setup: TrainSetup) -> tuple[Difference, ...]:
+    return deepspeed.differences(setup)
+
+
+def export(request: ExportRequest, differences: tuple[Difference, ...]) -> Draft:
+    """The config alone, as a target of its own."""
+    notes: tuple[str, ...] = ("holds processes, precision and sharding only: use it with the hf or trl target",)
+    notes += (PER_NODE,) * (request.num_nodes > 1)
+    script = command(request, "SCRIPT", TARGET)
+    return Draft(files=tuple(config_files(request)), command=script, complete=False, notes=notes)
+
+
+def distributed_type(setup: TrainSetup) -> str:
+    """Accelerate's name for the way a setup layouts."""
+    if not launched(setup):
+        return "NO"
+    if setup.sharded_at_loading:
+        return "MULTI_GPU"  # transformers shards while it loads; Accelerate must not do it again
+    if setup.parallel in deepspeed.STAGES:
+        return "DEEPSPEED"
+    return "FSDP" if setup.parallel == "fsdp2" else "MULTI_GPU"
 
 
 def checkpoints(setup: TrainSetup) -> bool:

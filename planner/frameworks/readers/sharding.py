@@ -347,7 +347,14 @@ def _layout(settings: Settings, kind: str, processes: int) -> tuple[Layout, dict
         block = settings.block("fsdp_config")
         changes = {"checkpointing": 1} if common.fsdp_checkpoints(block) else {}
         layout = fsdp(settings, dict(block.values), version=1)  # accelerate 1.15's own default
-        return layout | _mesh(settings, processes), changes
+        inner = _parallelism(settings)
+        if inner.integer("sp_size", 1, at_least=1) > 1:
+            settings.approximate("sp_size cuts sequences under DeepSpeed alone: counted whole")
+        if inner.text("cp_comm_strategy", "allgather") != "allgather":
+            settings.approximate("keys that go from GPU to GPU one by one are counted as if all were gathered")
+        sizes = {key: inner.integer(f"{key}_size", 1, at_least=1) for key in ("dp_shard", "dp_replicate", "tp", "cp")}
+        shard, copies, tensor, context = sizes.values()
+        return layout | hybrid(settings, processes, shard=shard, copies=copies, tensor=tensor, context=context), changes
     if kind != "DEEPSPEED":
         return {"parallel": "none"}, {}
     block = settings.block("deepspeed_config")
@@ -376,17 +383,6 @@ def _parallelism(settings: Settings) -> Settings:
     block = settings.mapping("parallelism_config")
     values = {str(key).removeprefix("parallelism_config_"): value for key, value in block.items()}
     return Settings(values, f"{settings.name}: parallelism_config")
-
-
-def _mesh(settings: Settings, processes: int) -> Layout:
-    inner = _parallelism(settings)
-    if inner.integer("sp_size", 1, at_least=1) > 1:
-        settings.approximate("sp_size cuts sequences under DeepSpeed alone: counted whole")
-    if inner.text("cp_comm_strategy", "allgather") != "allgather":
-        settings.approximate("keys that go from GPU to GPU one by one are counted as if all were gathered")
-    sizes = {key: inner.integer(f"{key}_size", 1, at_least=1) for key in ("dp_shard", "dp_replicate", "tp", "cp")}
-    shard, copies, tensor, context = sizes.values()
-    return hybrid(settings, processes, shard=shard, copies=copies, tensor=tensor, context=context)
 
 
 def _base(settings: Settings) -> tuple[dict[str, str], TrainSetup]:

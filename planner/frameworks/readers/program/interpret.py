@@ -79,24 +79,20 @@ def run(text: str, name: str, context: FileContext, label: Callable[[int], str] 
     try:
         sys.setrecursionlimit(max(usual, MAX_FRAMES))
         with size_budget():
-            return _read(tree, text, name, context, label)
+            reader = Reader(name, context, label)
+            reader.program.differentiates += [name] if ".backward(" in text else []
+            reader.whole(tree)
+            reader.program.starts = reader.makes_trainer()
+            with suppress(TooLong, ControlFlow):
+                if context.uncalled:
+                    reader.uncalled(reader.program.module)
+            return reader.program
     except (TooLong, RecursionError) as error:
         raise ConfigError(
             f"{name} computes more than is followed without running it", hint="plan trace runs it on a phantom GPU"
         ) from error
     finally:
         sys.setrecursionlimit(usual)
-
-
-def _read(tree: ast.Module, text: str, name: str, context: FileContext, label: Callable[[int], str] | None) -> Program:
-    reader = Reader(name, context, label)
-    reader.program.differentiates += [name] if ".backward(" in text else []
-    reader.whole(tree)
-    reader.program.starts = reader.makes_trainer()
-    with suppress(TooLong, ControlFlow):
-        if context.uncalled:
-            reader.uncalled(reader.program.module)
-    return reader.program
 
 
 class Reader(Reading):
