@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from finetune_planner.app.bulk import COLUMNS, Config, Grid, rows_of
 from finetune_planner.cli.app import run
+from finetune_planner.cli.bulk import COLUMNS, Config, Grid, rows_of
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.answer import plan_workload

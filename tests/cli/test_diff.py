@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from finetune_planner.app import environments
 from finetune_planner.cli import diff
 from finetune_planner.cli.app import run
 from planner.core.errors import EnvironmentProblem, UsageError
@@ -128,20 +127,20 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_environment_is_made_once_and_sees_this_torch(calls: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    python = environments.environment(["transformers==4.56", "peft"])
+    python = diff.environment(["transformers==4.56", "peft"])
     assert "uv makes an environment of peft, transformers==4.56" in capsys.readouterr().err
     folder = python.parents[1]
     (linked,) = folder.rglob("zz_torch.pth")
     assert (Path(linked.read_text()) / "torch").resolve() == Path(str(find_spec("torch").origin)).parent
-    assert (folder / "override.txt").read_text() == environments.NO_TORCH
+    assert (folder / "override.txt").read_text() == diff.NO_TORCH
     calls_before = calls.read_text()
-    assert environments.environment(["peft", "transformers==4.56"]) == python
+    assert diff.environment(["peft", "transformers==4.56"]) == python
     assert calls.read_text() == calls_before
     assert capsys.readouterr().err == ""
 
 
 def test_a_torch_that_is_asked_for_is_installed(calls: Path) -> None:
-    python = environments.environment(["torch==2.9.0", "transformers==4.56"])
+    python = diff.environment(["torch==2.9.0", "transformers==4.56"])
     assert "--override" not in calls.read_text()
     assert not list(python.parents[1].rglob("zz_torch.pth"))
 
@@ -149,7 +148,7 @@ def test_a_torch_that_is_asked_for_is_installed(calls: Path) -> None:
 def test_what_uv_cannot_make_is_said_and_not_kept(calls: Path) -> None:
     for _ in range(2):
         with pytest.raises(EnvironmentProblem, match="no such release"):
-            environments.environment(["bad==1"])
+            diff.environment(["bad==1"])
 
 
 RESULT = make_trace(
