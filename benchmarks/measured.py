@@ -56,6 +56,7 @@ class MeasuredRow:
         setup: the run as a setup, None when it cannot be expressed (`unmapped` says why).
         speed_seq_len_tokens: the mean length, for speed, where it is not the longest.
         speed_attention: the attention of a setup whose time its own takes, where no setup has that kernel.
+        speed_optimizer: the same of an optimizer (AdamW of one tensor after another makes no temporaries, as fused).
         assumed: what the source does not say; differs: what the setup cannot say, beginning with "tokens/s:" or
             "memory:" where it is why another run of the setup would not have the figure.
         unmapped_memory: why the memory figure cannot be compared although the speed can.
@@ -84,6 +85,7 @@ class MeasuredRow:
     setup: TrainSetup | None = None
     speed_seq_len_tokens: int | None = None
     speed_attention: str = ""
+    speed_optimizer: str = ""
     assumed: tuple[str, ...] = ()
     differs: tuple[str, ...] = ()
     unmapped: str = ""
@@ -108,7 +110,11 @@ class MeasuredRow:
         own takes."""
         if self.setup is None:
             return None
-        overrides = {"seq_len_tokens": self.speed_seq_len_tokens, "attention": self.speed_attention}
+        overrides = {
+            "seq_len_tokens": self.speed_seq_len_tokens,
+            "attention": self.speed_attention,
+            "optimizer": self.speed_optimizer,
+        }
         return self.setup.replace(**{name: value for name, value in overrides.items() if value})
 
     def setup_for(self, what: Quantity) -> TrainSetup | None:

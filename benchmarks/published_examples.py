@@ -108,6 +108,8 @@ OTHERWISE = {
     "examples/train/tuners/lisa/train.sh": "LISA trains two layers at a time, which no setup says: counted as all",
     "examples/train/multi-gpu/ddp/train.sh": "of December 2024: before PyTorch 2.8 buffers of DDP's first broadcast "
     "were kept apart until it ended (pytorch 150398; torchtune 843 saw 78 GB for 23), up to a copy of the weights",
+    "examples/train/multi-gpu/ddp_device_map/train.sh": "two copies over two GPUs each, which no setup says: "
+    "counted as two whole ones",
     "examples/train/tuners/galore/train_galore.sh": "GaLore's states are of projected gradients: counted as AdamW's",
     **dict.fromkeys(
         (f"examples/llama-3/{name}" for name in ("fft-8b.yaml", "lora-8b.yml", "qlora-fsdp-70b.yaml")), CARD_SAID
@@ -147,8 +149,8 @@ def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction,
 
         ran = dry_run(model, card, setup)
         prediction = ran if isinstance(ran, Prediction) else prediction
-        if setup.seq_len_tokens == SHORT and setup.num_gpus == 1 and not setup.expandable_segments:
-            more = _lengths_bytes(model, card, setup.replace(transformers_version=""))
+        if setup.seq_len_tokens == SHORT and setup.parallel != "device-map" and not setup.expandable_segments:
+            more = _lengths_bytes(model, card, setup.replace(transformers_version="", num_gpus=1, parallel="none"))
             prediction, left = replace(prediction, peak_reserved_bytes=prediction.peak_reserved_bytes + more), 0
     below, above = prediction.bands["device"]
     more = 0.1 * row.get("approximations", 0)
@@ -156,7 +158,8 @@ def judged(row: dict[str, Any], folder: Path, *, dry: bool) -> tuple[Prediction,
 
 
 def _lengths_bytes(model: ModelSpec, card: GpuSpec, setup: TrainSetup) -> int:
-    """What an epoch of SHORT_LENGTHS reserves beyond micro-batches that are all as long as the longest."""
+    """What an epoch of SHORT_LENGTHS reserves beyond micro-batches that are all as long as the longest: of one GPU, as
+    each rank computes its own (what an engine gathers lies in another stream's pool)."""
     from probes.dryrun.varying import over_lengths
 
     lengths = stated_lengths(SHORT_LENGTHS)

@@ -1,6 +1,6 @@
 """What one layer keeps and makes, by its parts: types, scores, inputs of matrices, the MLP, experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -451,11 +451,15 @@ def gated_fused(mlp: MlpSpec | None, context: LayerContext) -> bool:
     return mlp is not None and mlp.kind == "gated" and "gated" in context.fused
 
 
+def adapts_mlp(layer: LayerSpec, adapted: Collection[str]) -> bool:
+    """Whether all three matrices of a gated MLP carry adapters."""
+    return {"gate", "up", "down"} <= {linear.role for linear in layer.linears if linear.name in adapted}
+
+
 def lora_mlp(layer: LayerSpec, context: LayerContext) -> bool:
-    """Whether a dense gated MLP runs as one fused LoRA function: all three of its matrices carry adapters."""
-    roles = {linear.role for linear in layer.linears if linear.name in context.adapted}
+    """Whether a dense gated MLP runs as one fused LoRA function."""
     fuses_lora = "lora" in context.fused and "inputs" not in context.fused
-    return fuses_lora and gated_fused(layer.mlp, context) and {"gate", "up", "down"} <= roles
+    return fuses_lora and gated_fused(layer.mlp, context) and adapts_mlp(layer, context.adapted)
 
 
 def between_dense(mlp: MlpSpec, down: Sequence[LinearSpec], context: LayerContext, input_dtype: str) -> int:

@@ -14,6 +14,7 @@ from planner.memory.layer_terms import (
     Saved,
     ScoreBytes,
     activation_dtype,
+    adapts_mlp,
     add_mlp,
     between_dense,
     by_input,
@@ -661,6 +662,7 @@ def layer_costs(
     fused = setup.fused_parts(model.model_type)
     if "inputs" in fused:  # the compiler makes one kernel of what is composed
         model = with_one_kernel_gelu(model)
+    alone = setup.trainer.gates_with_lora and not setup.compiled
     stacks = setup.method != "full" and setup.kind.adapts_matrices and adapts_expert_stacks(model, setup.lora_targets)
     costs = []
     for layer, names in zip(model.layer_kinds, adapted, strict=True):
@@ -686,7 +688,7 @@ def layer_costs(
             traits=model.traits,
             masks_packed=masks_packed(model),
             stacks=stacks,
-            fused=fused,
+            fused=fused - {"gated"} if alone and not adapts_mlp(layer, names) else fused,
             looked_at=looked_at,
         )
         of_layer, tokens = context.dtypes, context.tokens

@@ -424,9 +424,12 @@ def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     """
     kernels = _attention_kernels(model, gpu, setup)
     same: dict[str, Any] = {"reentrant_checkpointing": setup.reentrant_checkpointing and setup.checkpointing > 0}
+    if setup.method != "full":
+        same["lora_targets"] = adapted_set(model, setup.lora_targets)
+    own_gate = setup.trainer.gates_with_lora and setup.kernels == "fused" and same.get("lora_targets") != "all-linear"
     if setup.pauses_checkpointing and not setup.modules_to_save:
         same["stack"] = DEFAULT  # in which Axolotl trains preferences
-    elif setup.seqs_per_sample == 1 and not setup.modules_to_save:  # pairs and what is saved are each trainer's own
+    elif setup.seqs_per_sample == 1 and not (setup.modules_to_save or own_gate):  # pairs, saved: each trainer's own
         same["stack"] = stack_of_bytes(
             setup.stack, full_loss=setup.loss == "full", autocast=setup.autocast_dtype is not None
         )
@@ -435,8 +438,6 @@ def structure_key(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> str:
     if "bf16" not in setup.precision:
         same["precision"] = setup.precision.replace("fp16", "bf16")
         same["resolved_adapter_dtype"] = setup.resolved_adapter_dtype.replace("fp16", "bf16")
-    if setup.method != "full":
-        same["lora_targets"] = adapted_set(model, setup.lora_targets)
     return _key(kernels, model, setup, same)
 
 

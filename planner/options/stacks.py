@@ -54,6 +54,7 @@ class Stack:
             `logging_nan_inf_filter`, on by default).
         trainer_overhead: host time of a trainer around every step.
         fused: norm, rotary, gated-MLP and LoRA kernels of its own.
+        gates_with_lora: a gated MLP is one kernel within its LoRA function alone, all three of its matrices adapted.
         overlaps_offload: what is offloaded of activations is copied beside the computation.
         single_operations: softmax, activation and loss are operations of Python's, every matrix an einsum and every
             rearrangement einops', as a course's transformer is written.
@@ -107,6 +108,7 @@ class Stack:
     runs_trainer: bool = False
     trainer_overhead: bool = True
     fused: bool = False
+    gates_with_lora: bool = False
     overlaps_offload: bool = False
     single_operations: bool = False
     evaluates_whole: bool = False
@@ -290,9 +292,11 @@ _ROWS = (
         shifted_loss=True,
         quantized_adapters="bf16",
         fuses_plain_adapters=False,
+        gates_with_lora=True,
         wide_embedding_states=True,
         source="fms-acceleration plugins/fused-ops-and-kernels (framework_plugin_fast_kernels.py: 'fused_lora only "
-        "required for quant-peft'; Unsloth's cross-entropy in the place of torch.nn.CrossEntropyLoss) under "
+        "required for quant-peft'; models/llama.py: an MLP by trigger_fused_ops alone; Unsloth's "
+        "cross-entropy in the place of torch.nn.CrossEntropyLoss) under "
         "transformers 4.44 and 4.45 (logits.float(), shift_logits.contiguous())",
     ),
     Stack(
@@ -381,12 +385,14 @@ _ROWS = (
         title="Unsloth",
         in_place_loss=True,
         fused=True,
+        gates_with_lora=True,
         overlaps_offload=True,
         expandable_segments=True,
         wide_embedding_states=True,
         source="unsloth_zoo 2026.10 gradient_checkpointing.py (EXTRA_STREAM, double buffering); unsloth 2026.10 "
         "kernels/cross_entropy_loss.py (gradient written over the logits), models/_utils.py (PYTORCH_CUDA_ALLOC_"
-        "CONF), prepare_model_for_training (trained parameters in fp32)",
+        "CONF), prepare_model_for_training (trained parameters in fp32), models/llama.py (patch_peft_model alone sets "
+        "an MLP's forward)",
     ),
     _AXOLOTL,
     replace(

@@ -29,7 +29,7 @@ from probes.dryrun.report import DryRunReport
 from probes.dryrun.rows import carried, shorter
 from probes.dryrun.startup import collection_paused, load_libraries
 
-VERSION = 30
+VERSION = 31
 """Part of the cache key: raise it whenever a figure can change."""
 WALKS = "probes.dryrun.rows:walks_through_tokens"
 REPORT = "probes.dryrun.api:report_for_config"

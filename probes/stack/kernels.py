@@ -88,7 +88,8 @@ def apply_kernels(model: Any, setup: TrainSetup) -> None:
                 module.forward = MethodType(partial(_normed, kind not in OUT_OF_PLACE or last), module)
         elif "gated" in parts and hasattr(module, "down_proj") and leaf == "mlp":
             fused = "lora" in parts and all(_adapted(getattr(module, projection, None)) for projection in _MLP)
-            module.forward = MethodType(_lora_mlp if fused else _gated_mlp, module)
+            if fused or not setup.trainer.gates_with_lora:
+                module.forward = MethodType(_lora_mlp if fused else _gated_mlp, module)
         elif "lora" in parts and leaf == "self_attn":
             _fuse_attention(module)
 
