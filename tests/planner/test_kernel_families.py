@@ -13,6 +13,7 @@ from planner.frameworks.exporters import EXPORTERS, TARGETS
 from planner.frameworks.exporters.install import install_calls
 from planner.frameworks.readers import read_text
 from planner.hardware.gpus import find_gpu
+from planner.memory.micro_batch import activation_parts
 from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
