@@ -97,9 +97,10 @@ def empty_study(folder: Path) -> Path:
 
 
 def make_old(folder: Path) -> int:
-    """Every running trial's heartbeat ends an hour ago, as a dead worker's does; how many there are."""
+    """Every running trial's heartbeat ends two hours ago, as a dead worker's does; how many there are. The grace is one
+    hour, and Optuna compares whole seconds: what is just an hour old is stale in the next second alone."""
     with sqlite3.connect(folder / STUDY_NAME) as database:
-        return database.execute("UPDATE trial_heartbeats SET heartbeat = datetime(heartbeat, '-1 hour')").rowcount
+        return database.execute("UPDATE trial_heartbeats SET heartbeat = datetime(heartbeat, '-2 hour')").rowcount
 
 
 def observations_of(candidates: Iterable[Candidate], *, model: str, gpu: str = "test") -> tuple[Observation, ...]:
