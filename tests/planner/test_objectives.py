@@ -617,15 +617,6 @@ def test_a_gradient_cache_trains_batches_that_do_not_fit() -> None:
     assert cached.num_forwards == 2 * 8
 
 
-def test_the_fastest_piece_of_a_gradient_cache_is_chosen_of_any_batch() -> None:
-    """By hand: below 512 tokens of 1B's matrices the host sets the pace, and a piece of one sequence has 128."""
-    request = PlanRequest(seq_len=128, global_batch=8192, fixed={"objective": ("embedding",), "method": ("lora",)})
-    plan = planned(request.workload(MODEL, CARD))
-    assert plan.chosen.setup.cached_seqs >= 8
-    single = predict(MODEL, CARD, plan.chosen.setup.replace(cached_seqs=1)).tokens_per_s or 0.0
-    assert (plan.chosen.formula.tokens_per_s or 0.0) > 3 * single
-
-
 def test_a_hard_negative_is_one_more_column() -> None:
     pairs = setup_of("embedding", seq_len_tokens=256, micro_batch_seqs=8)
     triples = pairs.replace(hard_negatives=1)

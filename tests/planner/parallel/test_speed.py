@@ -35,11 +35,6 @@ def seconds(made: TrainSetup, cluster: Cluster | None = None) -> float:
     return layout_step_time(model(), A100, made, cluster or make_cluster(A100, made.num_gpus)).step_time_s
 
 
-def communication_s(made: TrainSetup, interconnect: str | None = None) -> float:
-    cluster = make_cluster(A100, made.num_gpus, interconnect=interconnect)
-    return layout_step_time(model(), A100, made, cluster).parts_s["communication"]
-
-
 LAYOUTS: tuple[dict[str, Any], ...] = (
     *({"parallel": name} for name in ("dp", "ddp", "zero1", "zero2", "zero3", "fsdp2", "device-map")),
     {"parallel": "zero2", "offload": "optimizer"},
@@ -94,15 +89,6 @@ def test_ddp_computes_what_one_gpu_does_by_its_program(fields: dict[str, Any]) -
     assert seconds(made) == pytest.approx(program.step_time(single_gpu).step_time_s, rel=0.03)
 
 
-def test_more_nodes_expose_more_communication() -> None:
-    shares = []
-    for gpus in (8, 64, 512):
-        made = setup("fsdp2", gpus, micro_batch_seqs=4)
-        shares.append(layout_step_time(model(), A100, made, make_cluster(A100, gpus)).share("communication"))
-    assert shares == sorted(shares)
-    assert 0.0 < shares[0] < shares[-1] < 0.5
-
-
 def test_a_pipeline_waits_for_its_bubble() -> None:
     """Equal stages lose (p - 1) / (m + p - 1) of their time; the last one also has the head and the loss."""
     made = setup("none", pipeline_degree=8, accumulation_steps=8)
@@ -112,72 +98,6 @@ def test_a_pipeline_waits_for_its_bubble() -> None:
     assert slowest > step_time(model(), A100, made.replace(num_gpus=1, pipeline_degree=1)).step_time_s / 8 / 8
     longer = layout_step_time(model(), A100, made.replace(accumulation_steps=64), make_cluster(A100, 8))
     assert longer.share("bubble") < 0.3 * answer.share("bubble")
-
-
-LORA = {"method": "lora", "lora_rank": 16}
-SHORT = {"lora_rank": 16, "seq_len_tokens": 256}
-SLOWER: dict[str, tuple[TrainSetup, TrainSetup, str, float]] = {
-    "DDP's reduction": (setup("none", 1), setup("ddp"), "", 1.02),
-    "gathering weights a second time": (setup("fsdp2", reshard_after_forward=False), setup("fsdp2"), "pcie", 1.0),
-    "gathers between nodes": (setup("fsdp2", 32, shard_degree=8), setup("fsdp2", 32), "ethernet-100", 1.4),
-    "PyTorch's loop on the CPUs": (
-        *(setup("fsdp2", offload="parameters", optimizer=name) for name in ("adamw-fused", "adamw")), "", 2.0,
-    ),
-    "one process": (setup("ddp"), setup("dp"), "", 1.2),
-    "a device map of more cards": (*(setup("device-map", num, micro_batch_seqs=2) for num in (2, 4)), "", 0.9),
-}  # fmt: skip
-"""The faster, the slower, over which link, by what factor at least."""
-SENT: dict[str, tuple[TrainSetup, TrainSetup, float]] = {
-    "a frozen base is gathered": (setup("ddp", **LORA), setup("fsdp2", **LORA), 20.0),
-    "one process sends the frozen base": (setup("ddp", **LORA), setup("dp", **LORA), 20.0),
-    "a quantized base is gathered in its bits": (
-        setup("fsdp2", method="qlora", quantization="nf4", **SHORT), setup("fsdp2", method="lora", **SHORT), 1.6,
-    ),
-    "long micro-batches hide gathers": (setup("fsdp2", micro_batch_seqs=16), setup("fsdp2"), 1.1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SLOWER)
-def test_what_costs_time_on_several_gpus(name: str) -> None:
-    faster, slower, link, factor = SLOWER[name]
-    seconds_of = [
-        seconds(made, make_cluster(A100, made.num_gpus, interconnect=link or None)) for made in (faster, slower)
-    ]
-    assert seconds_of[1] > factor * seconds_of[0]
-
-
-@pytest.mark.parametrize("name", SENT)
-def test_what_waits_for_a_slow_link(name: str) -> None:
-    less, more, factor = SENT[name]
-    assert communication_s(more, "pcie") > factor * communication_s(less, "pcie")
-
-
-def test_offloading_costs_the_link_and_the_hosts_processors() -> None:
-    here, there = setup("zero3"), setup("zero3", offload="optimizer")
-    cluster = make_cluster(A100, 8)
-    answer = layout_step_time(model(), A100, there, cluster)
-    constants = load_calibration().layout_constants
-    on_cpus = model().num_params * 30 / constants.cpu_adam_bytes_per_s
-    assert answer.parts_s["offload"] > on_cpus
-    assert answer.step_time_s - seconds(here) == pytest.approx(answer.parts_s["offload"], rel=0.1)
-    assert any("CPUs" in note for note in answer.notes)
-    weights = layout_step_time(model(), A100, setup("zero3", offload="parameters"), cluster)
-    assert weights.parts_s["offload"] > on_cpus
-
-
-def test_communication_is_mentioned_as_missing_only_on_one_gpus_path() -> None:
-    answer = layout_step_time(model(), A100, setup("ddp"), make_cluster(A100, 8))
-    assert not any("not counted" in note for note in answer.notes)
-    assert any("Communication" in note for note in step_time(model(), A100, setup("ddp")).notes)
-
-
-def test_a_pipeline_over_nodes_hands_over_through_the_network() -> None:
-    made = setup("ddp", 16, pipeline_degree=4, accumulation_steps=8, micro_batch_seqs=4)
-    fast = make_cluster(A100, 16, interconnect="ib-3200")
-    slow = make_cluster(A100, 16, interconnect="ethernet-10")
-    one_node = make_cluster(A100, 16, num_nodes=1)
-    assert seconds(made, slow) > 1.1 * seconds(made, fast)
-    assert seconds(made, fast) >= seconds(made, one_node)
 
 
 def test_a_larger_rank_is_no_faster_where_another_structures_program_corrects_the_formula() -> None:
