@@ -257,19 +257,15 @@ def propose(posterior: Posterior, running: Sequence[int]) -> int | None:
     none is left. The same posterior gives the same choice, so a search can resume.
     """
     free = posterior.free(running)
-    return int(np.argmax(acquisition(fantasize_running(posterior, running), free))) if free.any() else None
-
-
-def fantasize_running(posterior: Posterior, running: Sequence[int]) -> Posterior:
-    """A posterior in which running probes have already returned what is expected of them."""
-    if not running:
-        return posterior
-    view = copy.copy(posterior)
-    view.speed, view.memory = posterior.speed.copy(), posterior.memory.copy()
-    for index in running:
-        view.speed.fantasize(index, SPEED_NOISE_SD)
-        view.memory.fantasize(index, MEMORY_NOISE_SD)
-    return view
+    if not free.any():
+        return None
+    if running:  # as if these probes had already returned what is expected of them
+        posterior = copy.copy(posterior)
+        posterior.speed, posterior.memory = posterior.speed.copy(), posterior.memory.copy()
+        for index in running:
+            posterior.speed.fantasize(index, SPEED_NOISE_SD)
+            posterior.memory.fantasize(index, MEMORY_NOISE_SD)
+    return int(np.argmax(acquisition(posterior, free)))
 
 
 def acquisition(posterior: Posterior, open_: NDArray[np.bool_]) -> Floats:

@@ -172,7 +172,6 @@ class _LayerRepetition:
         """Number in the run and layer of the full model -> number, of what was loaded or made by the optimizer."""
         self.open: dict[int, int] = {}
         """Numbers of what the run releases and nobody has released yet, with the run's."""
-        self._graph_ends: dict[int, bool] = {}
         self.gradients: list[dict[str, int]] = []
         """For each optimizer step, parameter name -> storage of its gradient."""
         of_step: dict[str, int] = {}
@@ -229,20 +228,6 @@ class _LayerRepetition:
 
     # Single events
 
-    def _new(self, number: int, layer: int | None) -> int:
-        single = self.single.get((number, layer))
-        if single is not None:
-            return single
-        maker, place = self.made_in[number]
-        if maker.layer is None:
-            layer = None
-        elif layer is None and len(self.layers.full[maker.layer]) == 1:
-            layer = self.layers.full[maker.layer][0]
-        first = self.first.get((id(maker), layer))
-        if first is None:
-            raise RepetitionError(f"a storage of {self._op(number)} is released before it exists")
-        return first + place
-
     def _op(self, number: int) -> str:
         return self.trace.origins[number].op
 
@@ -261,7 +246,17 @@ class _LayerRepetition:
         return new
 
     def _release(self, number: int, layer: int | None) -> Event:
-        new = self._new(number, layer)
+        new = self.single.get((number, layer))
+        if new is None:
+            maker, place = self.made_in[number]
+            if maker.layer is None:
+                layer = None
+            elif layer is None and len(self.layers.full[maker.layer]) == 1:
+                layer = self.layers.full[maker.layer][0]
+            first = self.first.get((id(maker), layer))
+            if first is None:
+                raise RepetitionError(f"a storage of {self._op(number)} is released before it exists")
+            new = first + place
         if self.open.pop(new, None) is None:
             raise RepetitionError(f"a storage of {self._op(number)} is released twice")
         return Free(new)
@@ -273,17 +268,27 @@ class _LayerRepetition:
         for place in pattern.left:
             if numbers[place] in self.released:
                 self.open[first + place] = numbers[place]
-        external = [[*self._external(group, segment, layer, last=last)] for group in segment.external]
+        # Where the first layer's backward releases what layers beyond its neighbour made, the graph dies and with it
+        # what its nodes hold themselves (int8 layers: their inputs): every copy, else the neighbour's at that distance.
+        of_all = layer is None or (
+            (segment.layer, segment.phase) == (0, "backward")
+            and any(
+                (self.made_in[number][0].layer or 0) > 1
+                for group in segment.external
+                for number, kind in group
+                if kind == _OTHERS
+            )
+        )
+        external = [[*self._external(group, segment, layer, of_all, last=last)] for group in segment.external]
         if numbers or external:
             self.events.append(Repetition(pattern, first, external))
 
     def _external(
-        self, entries: list[tuple[int, int]], segment: _Segment, layer: int | None, *, last: bool
+        self, entries: list[tuple[int, int]], segment: _Segment, layer: int | None, of_all: bool, *, last: bool
     ) -> Iterator[Event]:
-        """What happens to others' storages; `last`: no copy of the segment follows."""
-        for_all = layer is None or self._ends_the_graph(segment)
+        """What happens to others' storages; `of_all`: of every copy; `last`: no copy of the segment follows."""
         for (number, kind), made_by in (
-            self._of_every_layer(entries) if for_all else ((entry, None) for entry in entries)
+            self._of_every_layer(entries) if of_all else ((entry, None) for entry in entries)
         ):
             if made_by is not None:
                 yield self._release(number, made_by)
@@ -325,19 +330,6 @@ class _LayerRepetition:
             )
         if last:
             yield self._release(number, copies[0])
-
-    def _ends_the_graph(self, segment: _Segment) -> bool:
-        """Whether the first layer releases what layers beyond its neighbour made: the backward's last segment,
-        when the graph dies and with it what its nodes hold themselves (int8 layers: their inputs). Such a release
-        means every copy, while others mean the neighbour at the same distance."""
-        if segment.layer != 0 or segment.phase != "backward":
-            return False
-        if id(segment) not in self._graph_ends:
-            makers = [
-                self.made_in[number][0] for group in segment.external for number, kind in group if kind == _OTHERS
-            ]
-            self._graph_ends[id(segment)] = any((maker.layer or 0) > 1 for maker in makers)
-        return self._graph_ends[id(segment)]
 
     # Segments that are no layer's
 

@@ -60,7 +60,9 @@ class _Methods:
             "is_pinned": says_pinned,
             "record_stream": lambda tensor, stream: None,  # C++ takes none but its own streams
             "data_ptr": _method(self.address),
-            "new_tensor": _new_tensor,
+            "new_tensor": lambda tensor, data, dtype=None, device=None, **options: torch.tensor(
+                data, dtype=dtype or tensor.dtype, device=device or tensor.device, **options
+            ),
             "__deepcopy__": _method(self.deepcopy),
             "__repr__": _method(self.shown),
         }
@@ -212,10 +214,6 @@ def _method(bound: Callable[..., Any]) -> Callable[..., Any]:
         return bound(tensor, *args, **kwargs)
 
     return call
-
-
-def _new_tensor(tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
 
 
 @contextmanager

@@ -85,11 +85,13 @@ def apply_kernels(model: Any, setup: TrainSetup) -> None:
             of_head = leaf in ("q_norm", "k_norm")
             if ("head-norm" if of_head else "norm") in parts:
                 last = name.count(".") < 2 and kind in IN_PLACE_FINAL
-                module.forward = MethodType(partial(_normed, kind not in OUT_OF_PLACE or last), module)
+                module.forward = partial(_norm, module, kind not in OUT_OF_PLACE or last)
         elif "gated" in parts and hasattr(module, "down_proj") and leaf == "mlp":
             fused = "lora" in parts and all(_adapted(getattr(module, projection, None)) for projection in _MLP)
-            if fused or not setup.trainer.gates_with_lora:
-                module.forward = MethodType(_lora_mlp if fused else _gated_mlp, module)
+            if fused:
+                module.forward = partial(_fused, _LoraMlp, [getattr(module, projection) for projection in _MLP])
+            elif not setup.trainer.gates_with_lora:
+                module.forward = MethodType(_gated_mlp, module)
         elif "lora" in parts and leaf == "self_attn":
             _fuse_attention(module)
 
@@ -142,8 +144,8 @@ NUM_SMS = 132
 """Rows of the partial sums of a trained norm's gradient: a card's multiprocessors (an H100's; 2 MB at 4,096)."""
 
 
-def _normed(in_place: bool, self: Any, hidden_states: torch.Tensor) -> Any:
-    return _Norm.apply(hidden_states, self.weight, in_place)
+def _norm(module: Any, in_place: bool, hidden_states: torch.Tensor) -> Any:
+    return _Norm.apply(hidden_states, module.weight, in_place)
 
 
 class _Rotary(torch.autograd.Function):  # type: ignore[misc]
@@ -322,7 +324,3 @@ class _LoraMlp(torch.autograd.Function):  # type: ignore[misc]
         _to_input(flat, up, ctx.bases[1], first=True)
         _to_input(flat, gate, ctx.bases[0], first=False)
         return x, None, *first[:2], *second[:2], *down[:2]
-
-
-def _lora_mlp(self: Any, x: torch.Tensor) -> Any:
-    return _fused(_LoraMlp, [getattr(self, name) for name in _MLP], x)
