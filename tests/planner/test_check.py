@@ -25,6 +25,7 @@ from planner.frameworks.tools import changed_fields, tool_of
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
 from planner.planning.check import (
+    GATHERED_STAY,
     LENGTHS_LEAVE,
     LENGTHS_ON_FIXED_SEGMENTS,
     PACKED_LEAVE,
@@ -585,6 +586,17 @@ def test_different_lengths_on_fixed_segments_reserve_more_and_it_is_said(more: d
     least, most = left_by_lengths_bytes(result.prediction, config.setup)
     note = LENGTHS_ON_FIXED_SEGMENTS.format(f", usually {gib(least)} to {gib(most)}")
     assert (note in result.notes) == (least > 0) == (more in ({}, {"packing": True}))
+
+
+def test_zero_3_on_older_deepspeeds_is_said_to_keep_its_weights_where_they_decide() -> None:
+    """Checkpoints that are not reentrant alone, and where the weights fit beside the peak nothing is said."""
+    config = read_text(TRL, "trl.yaml", model=MODEL)
+    setup = config.setup.replace(num_gpus=2, parallel="zero3", checkpointing=1, micro_batch_seqs=1)
+    for reentrant, spare_bytes, said in ((False, GIB // 4, True), (False, 2 * GIB, False), (True, GIB // 4, False)):
+        sharded = replace(config, setup=setup.replace(reentrant_checkpointing=reentrant))
+        budget = prediction_of(sharded.setup).peak_device_bytes + spare_bytes
+        notes = check(sharded, MODEL, GPU, budget, prediction_of).notes
+        assert any(note.startswith(GATHERED_STAY.split("{}")[0]) for note in notes) == said
 
 
 def test_a_file_that_says_nothing_of_the_allocator_fits_only_where_it_does_on_fixed_segments() -> None:
