@@ -157,6 +157,12 @@ class RequestOptions(SpaceOptions, options.RolloutOptions, options.ImageOptions,
         Raises:
             UsageError: an option that makes no sense.
         """
+        tokens, samples = self.dataset_tokens, self.samples
+        if tokens and samples and 0 < tokens < samples:
+            raise UsageError(
+                f"--tokens {tokens:,} of --samples {samples:,} are less than one a sample: they are those of an epoch",
+                hint=f"if that is of a sample: --tokens {tokens * samples}",
+            )
         return PlanRequest(
             fixed=self.fixed(),
             seq_len=self.seq_len,

@@ -143,11 +143,6 @@ class PlanRequest:
         if self.data.epoch_seqs is not None:
             return self.data
         given = replace(self.data, epoch_tokens=tokens, num_samples=positive("samples", samples))
-        if tokens and samples and tokens < samples:
-            raise UsageError(
-                f"--tokens {tokens:,} of --samples {samples:,} are less than one a sample: they are those of an epoch",
-                hint=f"if that is of a sample: --tokens {tokens * samples}",
-            )
         return counted_data(given, self.fixed, seq_len_tokens)
 
     def _floor(
