@@ -68,3 +68,7 @@ def __getattr__(name: str) -> Any:
         gc.set_threshold(200_000)
     attribute = globals()[name] = getattr(import_module(_HOMES.get(name, f"{__name__}.api")), name)
     return attribute
+
+
+def __dir__() -> list[str]:
+    return __all__

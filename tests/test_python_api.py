@@ -43,6 +43,10 @@ def test_a_wish_has_the_options_of_the_command_line() -> None:
     assert set(Options.__annotations__) == {field.name for field in fields(RequestOptions)}
 
 
+def test_what_there_is_is_listed_before_it_is_imported() -> None:
+    assert {"plan", "check", "PlannerError"} <= {*dir(finetune_planner)}
+
+
 def test_a_plan_is_the_command_line_s(small: Planned, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         run([MODEL, "--gpu", "rtx-4090", "--seq-len", "1024", "--method", "lora", "--no-dry-run", "--json=full"]) == 0
