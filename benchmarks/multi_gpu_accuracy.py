@@ -16,11 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import date
-from math import exp, log, sqrt
+from math import exp, log
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.band_fit import passed_at
 from benchmarks.constants_fit import POINT_NOISE, fit_shift
 from benchmarks.multi_gpu_points import LayoutPoint, load_points
 from benchmarks.shared import DOCS, marked, percentile
@@ -30,7 +29,6 @@ from planner.setup.memory_terms import MemoryBreakdown
 from planner.speed.roofline.calibration import DATA_FILE, Calibration, LayoutConstants, load_calibration
 from planner.speed.several_gpus.speed import layout_step_time
 
-BAND_LEVEL = 0.9
 UNCERTAINTY = {
     "nvlink_share": 0.15,
     "pcie_share": 0.3,
@@ -157,15 +155,6 @@ def speed_errors(points: Sequence[LayoutPoint], used: Calibration) -> list[Compa
     return compared
 
 
-def band_of(compared: Sequence[Compared]) -> float:
-    """Half-width that held 90 % of the held-out errors of firm points, a source of n points counting sqrt(n)."""
-    sizes = Counter(case.point.source for case in compared)
-    ordered = sorted(
-        (max(case.other, 1.0 / (1.0 + case.other) - 1.0), 1.0 / sqrt(sizes[case.point.source])) for case in compared
-    )
-    return passed_at(ordered, BAND_LEVEL)
-
-
 def cells(errors: Sequence[float], *, worst: bool = True) -> list[str]:
     """Median and 90th percentile of the sizes; the worst and the bias."""
     sizes = [abs(error) for error in errors]
@@ -249,8 +238,6 @@ Shown apart:
 {grouped(loose_memory, by_method, memory_of, "as FSDP2")}
 ### Constants
 
-Band: x or / {1 + band_of(firm):.2f}.
-
 {table(["constant", "stated", "in use"], constants)}
 """
 
@@ -277,10 +264,6 @@ def main() -> None:
     points = load_points()
     used = write_calibration(points) if arguments.write_calibration else load_calibration(str(DATA_FILE))
     speed = speed_errors(points, used)
-    if arguments.write_calibration:
-        values: dict[str, Any] = json.loads(DATA_FILE.read_text(encoding="utf-8"))
-        values["bands"]["spread"] = round(band_of([case for case in speed if not case.point.loose_speed]), 3)
-        DATA_FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     marked(DOCS / "accuracy" / "multi-gpu.md", "multi_gpu_accuracy", report(points, speed, used))
 
 

@@ -119,7 +119,7 @@ def row_of(case: str, steps_s: Sequence[float], model: ModelSpec, gpu: GpuSpec, 
     operators = program_of(model, gpu, setup)
     if operators is None:
         return None
-    run = run_speed(operators, gpu, setup)
+    run = run_speed(operators, model, gpu, setup)
     formula = throughput_profile(model, gpu, setup, conditions=conditions_of(setup)).step_time(setup).step_time_s
     between = run.parts_s["trainer"]  # of all three
     shipped = program_speed(model, gpu, setup)
@@ -187,7 +187,7 @@ def published_rows() -> Iterator[tuple[str, float, float]]:
         loop = loop_of(setup)
         if not conditions.trainer_overhead:
             loop = replace(loop, waits=False, trainer=False)
-        step_s = run_speed(program, point.gpu, setup, loop=loop).step_s
+        step_s = run_speed(program, point.model, point.gpu, setup, loop=loop).step_s
         yield point.gpu.name, step_s / measured - 1, formula / measured - 1
 
 
@@ -205,7 +205,7 @@ def rank_rows() -> Iterator[tuple[str, float, float]]:
         job = point.model, point.gpu, setup, point.cluster
         formula = layout_step_time(*job, conditions=point.conditions).step_time_s
         engine = "FSDP 1" if point.conditions.fsdp_1 and setup.parallel == "fsdp2" else point.strategy
-        step_s = rank_speed(program, point.gpu, setup, point.cluster).step_s
+        step_s = rank_speed(program, point.model, point.gpu, setup, point.cluster).step_s
         yield f"{point.source} | {point.gpu.name} | {engine}", step_s / measured_s - 1, formula / measured_s - 1
 
 

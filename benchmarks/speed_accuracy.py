@@ -18,12 +18,11 @@ from math import exp, log, sqrt
 from statistics import median
 from typing import Any
 
-from benchmarks.band_fit import passed_at
 from benchmarks.constants_fit import UNCERTAINTY, fit_constants
 from benchmarks.shared import DATA, DOCS, marked, percentile
 from benchmarks.speed_points import load_points
 from benchmarks.speed_ratios import RATIOS, ratio_errors
-from planner.speed.roofline.calibration import DATA_FILE, Calibration, family, load_calibration
+from planner.speed.roofline.calibration import DATA_FILE, Calibration, load_calibration
 from planner.speed.roofline.points import Point, log_errors
 
 JSON_FILE = DATA / "speed_accuracy.json"
@@ -38,7 +37,6 @@ HEAD = (
 )
 NOT_FITTED = frozenset({"llamafactory_wiki", "ms_swift_benchmark"})
 """Sources whose sample lengths are not known: shown, never fitted on."""
-BAND_CLASSES = ("gpu", "architecture", "default")
 SET_APART = ("compile_bytes", "compile_host")
 """Constants of torch.compile, set on compiled runs gathered since (docs/kernels.md): few of these points are compiled,
 so a fit on them keeps both as they ship."""
@@ -102,8 +100,8 @@ def boosted_regression(train: Sequence[Point], holdout: Sequence[Point]) -> list
 class Held:
     """One prediction of a point that was not fitted on: ours and the baselines'."""
 
-    def __init__(self, point: Point, error: float, band_class: str, mfu: float, boosted: float) -> None:
-        self.point, self.error, self.known = point, error, band_class
+    def __init__(self, point: Point, error: float, mfu: float, boosted: float) -> None:
+        self.point, self.error = point, error
         self.mfu, self.boosted = log(mfu / point.tokens_per_s), log(boosted / point.tokens_per_s)
 
 
@@ -127,13 +125,11 @@ def predict_held(points: Sequence[Point], start: Calibration) -> dict[str, list[
         holdout = [p for p in points if held_out(p)]
         train = [p for p in points if not held_out(p) and p.group not in NOT_FITTED]
         fitted = fit_constants(train, start, names=FITTED)
-        gpus, archs = {p.gpu.key for p in train}, {family(p.gpu) for p in train}
         errors = log_errors(holdout, fitted)
         for point, error, mfu, boosted in zip(
             holdout, errors, constant_mfu(train, holdout), boosted_regression(train, holdout), strict=True
         ):
-            band_class = "gpu" if point.gpu.key in gpus else "architecture" if family(point.gpu) in archs else "default"
-            answers[kind].append(Held(point, error, band_class, mfu, boosted))
+            answers[kind].append(Held(point, error, mfu, boosted))
         print(
             f"{kind:7s} {source:20s} held {len(holdout):4d}  median {_median(errors):.3f}", file=sys.stderr, flush=True
         )
@@ -146,46 +142,6 @@ def _absolute(errors: Iterable[float]) -> list[float]:
 
 def _median(errors: Iterable[float]) -> float:
     return median(_absolute(errors))
-
-
-BAND_LEVEL = 0.95
-"""Quantile behind the 90 % band: five sources are few, so the band is made at 95 % to hold 90 % on the next one (the
-level was chosen looking at the coverage below: 0.90 held 82 %)."""
-
-
-def weighted_band(predictions: Sequence[Held]) -> float:
-    """The half-width that held BAND_LEVEL of the held-out errors, a source of n points counting sqrt(n)."""
-    sizes: dict[str, int] = defaultdict(int)
-    for prediction in predictions:
-        sizes[prediction.point.group] += 1
-    ordered = sorted((abs(prediction.error), 1.0 / sqrt(sizes[prediction.point.group])) for prediction in predictions)
-    return exp(passed_at(ordered, BAND_LEVEL)) - 1.0
-
-
-def bands_of(predictions: Sequence[Held]) -> dict[str, float]:
-    """The band per class, never narrower where less is known."""
-    bands: dict[str, float] = {}
-    widest = 0.0
-    for name in BAND_CLASSES:
-        mine = [prediction for prediction in predictions if prediction.known == name]
-        widest = max(widest, weighted_band(mine)) if len(mine) >= 5 else widest * 1.25
-        bands[name] = widest
-    return bands
-
-
-def coverage(predictions: Sequence[Held], makers: Sequence[Held]) -> dict[str, Any]:
-    """Share of held-out points inside bands made from the held-out errors of other sources."""
-    inside: dict[str, list[bool]] = defaultdict(list)
-    for source in sorted({prediction.point.group for prediction in predictions}):
-        bands = bands_of([prediction for prediction in makers if prediction.point.group != source])
-        for prediction in predictions:
-            if prediction.point.group == source:
-                inside[source].append(abs(prediction.error) <= log(1.0 + bands[prediction.known]))
-    every = [value for values in inside.values() for value in values]
-    return {
-        "points": sum(every) / len(every),
-        "by_source": {name: sum(values) / len(values) for name, values in inside.items()},
-    }
 
 
 def noise(points: Sequence[Point]) -> list[float]:
@@ -228,10 +184,9 @@ def main() -> None:
     # held-out fits start from the stated values, never from constants that have seen these points
     shipped = load_calibration()
     apart = {name: shipped.constants[name] for name in SET_APART}
-    start = replace(shipped, constants=apart, date="", bands={}, points={})
+    start = replace(shipped, constants=apart, date="", points={})
     answers = predict_held(points, start)
     usable = {kind: [held for held in every if held.point.group not in NOT_FITTED] for kind, every in answers.items()}
-    every = [held for predictions in usable.values() for held in predictions]
     predicted = {held.point.key: held.point.tokens_per_s * exp(held.error) for held in answers["source"]}
     single = [held for held in usable["source"] if held.point.labels["num_gpus"] == "1"]
     report: dict[str, Any] = {
@@ -246,9 +201,6 @@ def main() -> None:
         "single_gpu": row(single),
         "single_gpu_confidence_a": row([held for held in single if held.point.labels["confidence"] == "A"]),
         "ratios": {},
-        "bands": bands_of(usable["source"]),
-        "coverage": coverage(every, usable["source"]),
-        "coverage_source_split": coverage(usable["source"], usable["source"]),
     }
     for name in RATIOS:
         errors = ratio_errors(points, predicted, name)
@@ -275,10 +227,7 @@ def tables(report: Mapping[str, Any]) -> str:
     text += "\n## Ratios\n\n| ratio | pairs | median error | 90th pct. |\n|---|--:|--:|--:|\n"
     for name, summary in report["ratios"].items():
         text += f"| {name} | {summary['pairs']} | {percent(summary['median'])} | {percent(summary['p90'])} |\n"
-    text += "\n## Bands\n\n| known | band |\n|---|--:|\n"
-    text += "".join(f"| {name} | x or / {1 + width:.2f} |\n" for name, width in report["bands"].items())
-    inside = {"all": report["coverage_source_split"]["points"], **report["coverage_source_split"]["by_source"]}
-    return text + f"\nInside: {', '.join(f'{name} {percent(share)}' for name, share in inside.items())}.\n"
+    return text
 
 
 def percent(*values: float | None) -> str:
@@ -302,12 +251,9 @@ def write_calibration(fitted: Calibration, points: Sequence[Point], report: dict
         sizes[point.group] += 1
     values["date"] = report["date"]
     values["constants"] = {name: float(f"{value:.4g}") for name, value in fitted.constants.items()}
-    values["bands"] |= {name: round(value, 3) for name, value in report["bands"].items()}
     values["points"] = {
         "spread": values["points"].get("spread", {}),  # fitted apart: benchmarks/multi_gpu_accuracy.py
         "sources": dict(sizes),
-        "gpus": sorted({point.gpu.key for point in points}),
-        "families": sorted({family(point.gpu) for point in points}),
         "file": "benchmarks/data/speed_points.jsonl",
     }
     DATA_FILE.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

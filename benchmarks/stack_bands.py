@@ -1,4 +1,4 @@
-"""The error bands by stack: how far published runs lie from each level, fitted, left out source by source, and written.
+"""The bands of memory by stack: how far published runs lie from each level, fitted, left out source by source, written.
 
     python -m benchmarks.stack_bands                 # the formula anew, the dry run as recorded
     python -m benchmarks.stack_bands --dry-runs 20   # and so many dry runs that are not recorded yet
@@ -24,13 +24,13 @@ from benchmarks.band_fit import COVERAGE, LEAST_ROWS, UNSEEN_STACK, as_row, fit_
 from benchmarks.measured import MeasuredRow, Quantity, load_rows, predicted_figure
 from benchmarks.shared import DATA, DOCS, rows_so_far, write_rows
 from planner.core.errors import PlannerError
-from planner.planning.evidence.bands import Cell, band_stack, gpu_count_kind
+from planner.planning.evidence.bands import Cell, gpu_count_kind
 from planner.planning.predict import predict
 from planner.setup.outcome import Prediction
 
 ERRORS, PAGE = DATA / "stack_errors.jsonl", DOCS / "accuracy" / "bands.md"
 BANDS = DOCS.parent / "planner" / "data" / "bands.json"
-METRICS = gathered.METRICS
+METRICS = gathered.METRICS[:3]
 VARYING = frozenset({"ms_swift_benchmark"})
 """Runs whose lengths vary up to the one that their setup says, on fixed segments: their reserved peak is no setup's."""
 TARGET = (0.85, 0.95)
@@ -46,11 +46,9 @@ def comparable_rows() -> list[MeasuredRow]:
     return [row for row in rows if row.status == "ok" and row.setup is not None and row.group not in VARYING]
 
 
-def _said(row: MeasuredRow, what: Quantity) -> bool:
+def _said(row: MeasuredRow) -> bool:
     """Whether a figure says enough to be compared; the other files hold no others."""
-    if row.group not in GATHERED:
-        return True
-    return (row.speed_confidence if what == "tokens_per_s" else row.memory_confidence) in ("A", "B")
+    return row.group not in GATHERED or row.memory_confidence in ("A", "B")
 
 
 def sources(rows: Iterable[MeasuredRow]) -> dict[str, str]:
@@ -61,25 +59,18 @@ def sources(rows: Iterable[MeasuredRow]) -> dict[str, str]:
     return {row_id: file if len(ids) > 1 else file.rpartition("/")[0] for file, ids in files.items() for row_id in ids}
 
 
-def kind_of(row: MeasuredRow) -> str:
-    """What issue-worthy kind a run is of whatever its stack: "compiled", "small and eager" or ""."""
-    if row.setup is not None and row.setup.compile:
-        return "compiled"
-    return "small and eager" if row.group in GATHERED and gathered.small_and_eager(row) else ""
-
-
 def error_of(row: MeasuredRow, what: Quantity, prediction: Prediction, level: str, source: str) -> Error | None:
     """Measured over predicted of one figure, None where it cannot be compared."""
     predicted, measured = predicted_figure(prediction, what, row.untimed), row.measured(what)
     setup = row.setup_for(what)
-    if predicted is None or measured is None or not _said(row, what):
+    if predicted is None or measured is None or not _said(row):
         return None
     assert setup is not None
     return {
         "id": row.id,
         "level": level,
         "metric": what,
-        "stack": band_stack(setup.stack, what),
+        "stack": setup.stack,
         "gpus": gpu_count_kind(setup),
         "gpu": row.gpu,
         "source": source,
@@ -87,17 +78,16 @@ def error_of(row: MeasuredRow, what: Quantity, prediction: Prediction, level: st
         "ratio": round(measured / predicted, 5),
         **({"kept": True} if row.group in GATHERED and gathered.kept_out(row) else {}),
         **({"otherwise": True} if gathered.otherwise(row, what) else {}),
-        **({"kind": kind} if (kind := kind_of(row)) else {}),
     }
 
 
 def formula_errors(rows: Sequence[MeasuredRow]) -> list[Error]:
-    """Every figure against the formula; tokens/s at the mean length. A recorded speed is that of one GPU."""
+    """Every figure against the formula."""
     of, ask, errors = sources(rows), cache(predict), list[Error | None]()
     for row in rows:
         for what in METRICS:
             setup = row.setup_for(what)
-            if setup is None or not row.comparable(what) or (what == "tokens_per_s" and setup.num_gpus > 1):
+            if setup is None or not row.comparable(what):
                 continue
             with suppress(PlannerError):
                 errors.append(error_of(row, what, ask(*row.model_and_gpu(), setup), "formula", of[row.id]))
@@ -112,7 +102,7 @@ def dry_run_errors(rows: Sequence[MeasuredRow], recorded: Sequence[Error], num: 
     answers: dict[tuple[str, str, object], Prediction | None] = {}
     errors: list[Error | None] = []
     for row in rows:
-        figures = [what for what in METRICS[:3] if row.comparable(what)]
+        figures = [what for what in METRICS if row.comparable(what)]
         if row.num_gpus > 1 or row.id in done or not figures:
             continue
         model, gpu = row.model_and_gpu()
@@ -223,8 +213,7 @@ of n rows is exceeded with k / (n + 1), as in split conformal prediction: Hyndma
 Lei et al. 2018, section 2.2). Fewer than 19 rows have no such end: beyond the outermost the tail is that of the
 other stacks' rows beyond it, each stack weighing alike. Figures that hold what no setup says (a row's
 `differs`, beginning with "tokens/s:" or "memory:") are not fitted on and counted apart: PEFT's LoRA-FA and MiCA,
-which freeze one matrix of each pair, and the speed of all runs of PEFT's loop before 13 November 2025, which emptied
-PyTorch's cache after every step (README.md beside this page).
+which freeze one matrix of each pair (README.md beside this page). Bands of speeds: [speed bands](speed-bands.md).
 
 | level | metric | GPUs, attention | stack | rows | sources | band | left out: inside | of | by chance |
 |---|---|---|---|---:|---:|---|---:|---:|---:|
@@ -252,14 +241,8 @@ def page(errors: Sequence[Error]) -> str:
         "|---|---|---:|---:|---:|",
     ]
     for level in ("formula", "dry_run"):
-        for name, metrics in (("memory", METRICS[:3]), ("speed", METRICS[3:])):
-            picked = [count for key, count in counts.items() if key[0] == level and key[1] in metrics]
-            lines += _share(f"{level.replace('_', ' ')} | {name}", sum(n for n, _ in picked), sum(n for _, n in picked))
-    kinds = _counted(
-        (error["kind"], inside) for error, key, inside in verdicts if key[1] == METRICS[3] and "kind" in error
-    )
-    for kind, (rows, inside) in sorted(kinds.items()):
-        lines += _share(f"formula | speed of runs that are {kind}", rows, inside)
+        picked = [count for key, count in counts.items() if key[0] == level]
+        lines += _share(f"{level.replace('_', ' ')} | memory", sum(n for n, _ in picked), sum(n for _, n in picked))
     apart = _counted((_stack_of(error)[:2], inside) for error, _, inside in each if error.get("otherwise"))
     for (level, what), (rows, inside) in sorted(apart.items()):
         lines += _share(f"{level.replace('_', ' ')} | {what} that holds what no setup says, not above", rows, inside)
@@ -282,7 +265,7 @@ def _by_stack(verdicts: Sequence[tuple[Error, Key, bool]]) -> list[str]:
 
 
 def _stack_of(error: Error) -> tuple[str, str, str]:
-    return error["level"], "speed" if error["metric"] == METRICS[3] else "memory", error["stack"]
+    return error["level"], "memory", error["stack"]
 
 
 def _unmeasured(errors: Sequence[Error]) -> list[str]:
@@ -290,20 +273,17 @@ def _unmeasured(errors: Sequence[Error]) -> list[str]:
     places: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for error in errors:
         places[error["level"], error["metric"], error["gpus"]][error["stack"]].append(error["ratio"])
-    shares: dict[str, list[float]] = {"memory": [], "speed": []}
-    for (_, metric, _), by_stack in places.items():
+    shares: list[float] = []
+    for by_stack in places.values():
         for stack, ratios in by_stack.items():
             others = [rows for other, rows in by_stack.items() if other != stack]
             if len(ratios) >= LEAST_ROWS <= sum(map(len, others)):
                 cell = pooled_cell(others)
-                inside = sum(holds(cell, ratio) for ratio in ratios) / len(ratios)
-                shares["speed" if metric == METRICS[3] else "memory"].append(inside)
-    parts = (
-        f"{what} {sum(each) / len(each):.0%} (of {len(each)}, least {min(each):.0%})" for what, each in shares.items()
-    )
+                shares.append(sum(holds(cell, ratio) for ratio in ratios) / len(ratios))
     return [
         f"A stack of ten rows or more judged as one that nobody measured (the others' rows, {UNSEEN_STACK} times as "
-        f"wide), the mean share of its rows inside: {', '.join(parts)}.",
+        f"wide), the mean share of its rows inside: {sum(shares) / len(shares):.0%} (of {len(shares)}, least "
+        f"{min(shares):.0%}).",
         "",
     ]
 
@@ -336,6 +316,16 @@ def _chance(rows: int) -> str:
     return f"{fewest / rows:.0%} to {most / rows:.0%}"
 
 
+def timed_cards(rows: Iterable[MeasuredRow]) -> dict[tuple[str, str], set[str]]:
+    """(GPUs, stack) -> cards on which a run's speed alone is known: none of its runs was elsewhere."""
+    cards: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for row in rows:
+        sure = row.tokens_per_s and row.speed_confidence in ("A", "B") and not gathered.otherwise(row, "tokens_per_s")
+        if row.setup and row.gpu and sure and not (row.group in GATHERED and gathered.kept_out(row)):
+            cards[gpu_count_kind(row.setup), row.setup.stack].add(row.gpu)
+    return cards
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-runs", type=int, default=0, help="so many dry runs that are not recorded yet")
@@ -354,10 +344,14 @@ def main() -> None:
         dry += dry_run_errors(rows, dry, args.dry_runs)
     errors = formula_errors(rows) + dry
     write_rows(ERRORS, errors)
-    cells = fitted(errors)
+    cells, speeds = fitted(errors), [cell for cell in json.loads(BANDS.read_text()) if cell["metric"] == "tokens_per_s"]
     names = ("level", "metric", "gpus", "stack")
     values = [{**dict(zip(names, key, strict=True)), **as_row(cell)} for key, cell in sorted(cells.items())]
-    BANDS.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    timed = timed_cards(rows)
+    for value in values:
+        if value["level"] == "formula" and value["stack"]:
+            value["cards"] = sorted({*value["cards"], *timed.get((value["gpus"], value["stack"]), ())})
+    BANDS.write_text(json.dumps(values + speeds, indent=1) + "\n", encoding="utf-8")
     text = page(errors)
     PAGE.write_text(text, encoding="utf-8")
     sys.stdout.write(text)

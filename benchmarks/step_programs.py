@@ -87,7 +87,7 @@ def judged(model: ModelSpec, cards: Sequence[str], setup: TrainSetup) -> Iterato
         by_program = program_speed(model, gpu, setup)
         if by_program is None:
             continue
-        run = run_speed(program, gpu, setup)
+        run = run_speed(program, model, gpu, setup)
         formula = throughput_profile(model, gpu, setup, conditions=CURRENT).step_time(setup).step_time_s
         yield {
             "model": model.model_id, "gpu": gpu.key, "setup": setup_to_dict(setup), "run_s": round(run.step_s, 6),

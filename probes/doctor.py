@@ -20,7 +20,7 @@ from planner.hardware.amd import AmdSmi
 from planner.hardware.driver import device_handle, nvml
 from planner.hardware.driver import text as text_of
 from planner.speed.roofline.local import REFERENCE_ISSUE_S
-from planner.speed.roofline.rented import HOST_FASTER, HOST_SLOWER_RENTED
+from planner.speed.roofline.rented import HOST_SPREAD
 from probes.gpu.environment import device_status
 from probes.gpu.executors import local_devices
 from probes.gpu.topology import topology
@@ -218,7 +218,7 @@ def torch_findings(report: dict[str, Any]) -> Iterator[Finding]:
         times = issue_s / REFERENCE_ISSUE_S
         text = f"issues a kernel in {1e6 * issue_s:.1f} microseconds, {times:.2f} times the host that speeds assume"
         mend = "small models are planned too fast or too slow: plan calibrate --measure teaches the plans this host"
-        usual = 1 / HOST_FASTER <= times <= HOST_SLOWER_RENTED
+        usual = 1 / HOST_SPREAD <= times <= HOST_SPREAD
         yield _judged("CPU", usual, text, mend, details={"issue_s": issue_s, "host_scale": times})
     yield from _kernel_findings(report, problems)
     if report.get("rocm"):

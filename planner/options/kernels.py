@@ -101,31 +101,8 @@ def kernels_refusal(kernels: str, model_type: str) -> str:
     return "" if model_type in LIGER_PARTS else f"Liger has no layer kernels for {model_type}"
 
 
-GAIN_BAND = 0.07
-"""What the predicted gain of fused kernels is off by in 90 % of 35 pairs of runs with and without them: one source
-(foundation-model-stack's fms-acceleration), one card. Source: benchmarks/speed_ratios.py, "fused kernels on / off"."""
 MEASURED_ON, NUM_MEASURED = "a100-80gb", 35
-LARGEST_GAIN = 0.21
-"""The most that fused kernels gained in any of those pairs (Mistral-7B, full fine-tuning): what a prediction says
-beyond it is added to its band whole."""
-COMPILE_BAND = 0.28
-"""The same of torch.compile, the most of 6 pairs: 4 on a B200 ("torch.compile on / off", median 9 %), torchtune's
-on an A100 (7 % too little), torchtitan's on H100s of another memory (8 to 16 % too much). Small models whose host sets
-the pace miss most."""
-
-
-def speed_band(band: float, kernels: str, gpu_key: str, *, compiled: bool = False) -> float:
-    """The half-width of a speed's 90 % band with what is not known of a kernel family and of torch.compile.
-
-    A card on which fused kernels were measured has the band that held-out runs with and without them made; on any other
-    the error of their gain is added, twice over because it was seen on one card. That of torch.compile always is.
-
-    Measured: benchmarks/speed_parts.py at e34acc15, 39 of 42 held-out fused runs and 22 of 28 compiled ones lie inside.
-    """
-    fused = 2 * GAIN_BAND if KERNELS[kernels].parts and gpu_key != MEASURED_ON else 0.0
-    return float((band**2 + fused**2 + (COMPILE_BAND if compiled else 0.0) ** 2) ** 0.5)
-
-
+"""Pairs of runs with and without fused kernels: fms-acceleration's (benchmarks/speed_ratios.py)."""
 COMPILES_NOTHING = (
     "flash attention inside checkpointed layers leaves torch.compile's graph, and those layers then run as they are"
 )

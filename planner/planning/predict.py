@@ -47,12 +47,12 @@ from planner.planning.evidence.bands import (
     memory_band,
     of_a_plan,
     profile_band,
-    time_band,
+    time_sides,
     unknown_mixers,
     with_evidence,
 )
 from planner.setup import TrainSetup
-from planner.setup.outcome import CANNOT_RUN, Band, Fidelity, Prediction, speed_sides
+from planner.setup.outcome import CANNOT_RUN, Fidelity, Prediction, speed_sides
 from planner.setup.packages import CHUNKED_TYPES, DELTA, DELTA_TYPES
 from planner.speed import cluster_of, speed_profile
 from planner.speed.roofline.types import StepTime
@@ -87,10 +87,7 @@ def _of_run(
     speed = _step_time(model, gpu, setup, cluster, memory.peak_device_bytes)
     notes = [*memory_notes(model, gpu, setup)]
     peaks = tuple((rank.name, rank.num_ranks, rank.breakdown.peak_device_bytes) for rank in ranks)
-    time_fraction, least = max(speed.band_fraction, time_band(model, gpu)), time_band(model, gpu)
-    sides = {}
-    if speed.faster_fraction is not None:
-        sides["tokens_per_s"] = Band(1 - 1 / (1 + time_fraction), max(speed.faster_fraction, least))
+    time_fraction, sides = time_sides(speed.uncertainty, model, gpu)
     if len(ranks) > 1:
         notes.append(f"the memory is that of the fullest GPUs ({ranks[0].name}, {ranks[0].num_ranks} of them)")
     if setup.offload != "none":
@@ -114,7 +111,7 @@ def _of_run(
         time_parts_s=speed.parts_s,
         notes=(*notes, *_loop_notes(model, gpu, setup, cluster, memory.peak_device_bytes, speed), *speed.notes),
         rank_peaks=peaks if setup.num_gpus > 1 else (),
-        bands=sides,
+        bands={"tokens_per_s": sides},
     )
     return with_evidence(prediction, gpu, setup, planned=planned)
 

@@ -13,7 +13,7 @@ from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
 from planner.speed.operators import HOST, ISSUERS, TRAINER
 from planner.speed.roofline.calibration import load_calibration
-from planner.speed.roofline.rented import HOST_FASTER, HOST_SLOWER_RENTED, MICRO_BATCH_S, STEP_S, WALK_S
+from planner.speed.roofline.rented import HOST_SPREAD, MICRO_BATCH_S, STEP_S, WALK_S
 
 _FORWARD, _NO_GRAD, _ENGINE, _RECOMPUTE = map(ISSUERS.index, ("forward", "no-grad", "engine", "recompute"))
 
@@ -94,23 +94,20 @@ class Host:
     Attributes:
         name: what it is.
         scale: how many times longer its calls take than those of the rented machine that was measured.
-        slower, faster: how many times slower, and faster, such a machine may be.
     """
 
     name: str = "a rented virtual machine's CPU"
     scale: float = 1.0
-    slower: float = HOST_SLOWER_RENTED
-    faster: float = HOST_FASTER
 
     @property
     def slowest(self) -> float:
         """The scale of a host as slow as such a machine's may be."""
-        return self.scale * self.slower
+        return self.scale * HOST_SPREAD
 
     @property
     def fastest(self) -> float:
         """The same of a fast one."""
-        return self.scale / self.faster
+        return self.scale / HOST_SPREAD
 
 
 def host_of(gpu: GpuSpec) -> Host:

@@ -13,7 +13,7 @@ from statistics import median
 from planner.core.errors import UsageError
 from planner.core.records import dataclass
 from planner.memory.rank_part import headed
-from planner.speed.roofline.calibration import Calibration, family, load_calibration
+from planner.speed.roofline.calibration import Calibration, load_calibration
 from planner.speed.roofline.points import Point, log_errors
 from planner.speed.sized import program_speed
 
@@ -164,7 +164,7 @@ def _group(sample: _Timed) -> tuple[str, str]:
 def _named(
     start: Calibration, points: Sequence[Point], scales: dict[str, tuple[float, float]], band: float
 ) -> Calibration:
-    """The calibration with its date, its points, and a band for the cards that it saw; other bands stay."""
+    """The calibration with its date, its points, and a band for the cards that it saw."""
     architectures = dict(start.architectures)
     for gpu in {point.gpu.key: point.gpu for point in points}.values():
         used, (card, host) = start.constants_for(gpu), scales[gpu.key]
@@ -173,14 +173,10 @@ def _named(
     sources: dict[str, int] = {}
     for point in points:
         sources[point.group] = sources.get(point.group, 0) + 1
-    covered = {
-        "gpus": sorted({point.gpu.key for point in points} | set(start.points.get("gpus", ()))),
-        "families": sorted({family(point.gpu) for point in points} | set(start.points.get("families", ()))),
-    }
     return replace(
         start,
         date=date.today().isoformat(),
         architectures=architectures,
-        bands={**start.bands, "gpu": max(band, 0.05)},
-        points={"sources": sources, **covered, "from": start.date or "stated constants"},
+        bands={**start.bands, **dict.fromkeys(scales, max(band, 0.05))},
+        points={"sources": sources, "from": start.date or "stated constants"},
     )

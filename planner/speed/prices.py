@@ -232,8 +232,11 @@ def _attended(backward: bool, kernel: str) -> Row:
         seqs, heads, rows, head = query.shape
         columns = whole = key.shape[2]
         masked = any(layout.shape[-2:] == (rows, columns) for layout in call.inputs)
-        rate = rates.attention(kernel, head, masked=masked, dtype=query.dtype)
-        causal = not masked and _is_causal(call, backward, kernel)
+        unmasked, by = masked and rates.told_apart, kernel
+        if unmasked:  # and by flash attention where the card has it
+            masked, by = False, "flash" if (rates.gpu.compute_capability or (0, 0)) >= (8, 0) else kernel
+        rate = rates.attention(by, head, masked=masked, dtype=query.dtype)
+        causal = unmasked or (not masked and _is_causal(call, backward, kernel))
         if rates.sample_tokens and not masked:
             columns = min(columns, rates.sample_tokens)
         pairs = rows * columns * (0.5 if causal else 1.0)

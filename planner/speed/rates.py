@@ -1,10 +1,13 @@
 """What a card does per second, as measured: matrices by type, copies, attention by kernel and head size."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.core.records import dataclass
 from planner.hardware.gpu import GpuSpec
-from planner.memory.attention_kernels import takes_cudnn
+from planner.memory.attention_kernels import brings_xformers, takes_cudnn
+from planner.models.spec import ModelSpec
+from planner.setup import TrainSetup
 from planner.speed.roofline.calibration import Calibration, load_calibration
 
 COPY_SHARE = {"h100-sxm": 0.91, "h200": 0.867, "t4": 0.8}
@@ -90,6 +93,7 @@ class CardRates:
         single_elements: elements per second of an elementwise kernel without wide loads.
         start_up_columns: of a product's inner loop, whose time its start takes.
         sample_tokens: tokens of a sample where several lie packed in one row and attention keeps them apart, else 0.
+        told_apart: attention is told where samples end and needs no mask, whatever a dry run hands SDPA in its place.
     """
 
     gpu: GpuSpec
@@ -102,6 +106,7 @@ class CardRates:
     start_up_columns: float
     cudnn: bool
     sample_tokens: int = 0
+    told_apart: bool = False
 
     @property
     def pcie(self) -> float:
@@ -171,12 +176,14 @@ def card_rates(
     )
 
 
-COMPARED = frozenset({"h100-sxm", "h200", "a100-80gb", "a100-40gb", "l40"})
-"""Cards on which runs were held against these prices (docs/accuracy/operators.md), and the A100 with half the memory,
-which is the same chip. On an RTX 4080 eleven loops were traced 1 to 30 % too fast, on a T4 a model of somebody's
-own 10 % too slow to 13 % too fast (docs/accuracy/trace-speeds.md)."""
+def setup_rates(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> CardRates:
+    """The rates of a card for a setup's operators: packed samples are kept apart by flash attention 2, and by Unsloth's
+    own attention, which a dry run cannot call and SDPA with a mask of all pairs stands for.
 
-
-def card_band(gpu: GpuSpec) -> float:
-    """Half-width of the band of speeds on a card that no run was compared on; 0 of one that some were."""
-    return 0.0 if gpu.key in COMPARED else load_calibration().bands.get("default", 0.5)
+    Measured: eight rows of surogate_unsloth (benchmarks/gathered.py) on an RTX 5090, whose steps were said 1.5 to 2.2
+    times as long with that mask.
+    """
+    by_unsloth = brings_xformers(model.model_type, setup)
+    apart = setup.packing and (by_unsloth or setup.attention == "flash-attention-2")
+    rates = card_rates(gpu, setup.attention, sample_tokens=setup.seq_len_tokens if apart else 0)
+    return replace(rates, told_apart=True) if by_unsloth else rates

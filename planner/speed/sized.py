@@ -22,8 +22,9 @@ from planner.setup import TrainSetup
 from planner.speed.host import host_of
 from planner.speed.operators import ISSUERS, Layout, Operator
 from planner.speed.prices import Price, launches, price
-from planner.speed.rates import CardRates, card_band, card_rates
+from planner.speed.rates import CardRates, setup_rates
 from planner.speed.roofline import StepTime, ThroughputProfile, conditions_of, load_calibration, throughput_profile
+from planner.speed.roofline.bands import Uncertainty
 from planner.speed.step_program import (
     ONCE,
     TILES,
@@ -43,6 +44,7 @@ from planner.speed.timeline import (
     Issue,
     Issued,
     Loop,
+    RunTime,
     Stage,
     Timeline,
     add_parts,
@@ -321,7 +323,7 @@ class ProgramSpeed:
         self._programs, self._program = programs, program
         self._hooks = program.checkpointed and not setup.reentrant_checkpointing
         card = gpu.key, gpu.bf16_flops_per_s, gpu.fp16_flops_per_s, gpu.memory_bandwidth_bytes_per_s, gpu.sm_count
-        self._card = card, id(load_calibration()), setup.attention, setup.packing
+        self._card = card, id(load_calibration()), setup.attention, setup.packing, setup.stack
         self._one = setup.replace_trusted(micro_batch_seqs=1, accumulation_steps=1).tokens_per_micro_batch
         self._loop, self._host = loop_of(setup), host_of(gpu)
         around = self._loop.waits, self._loop.trainer, self._hooks, setup.seq_len_tokens, setup.lora_rank
@@ -342,8 +344,7 @@ class ProgramSpeed:
             if len(by_size) >= _MAX_SIZES:
                 self._programs.worked_out.clear()
                 by_size = self._programs.worked_out["sized"] = {}
-            apart = setup.seq_len_tokens if setup.packing and setup.attention == "flash-attention-2" else 0
-            rates = card_rates(self._gpu, setup.attention, sample_tokens=apart)
+            rates = setup_rates(self._model, self._gpu, setup)
             shared = self._programs.worked_out.setdefault((self._card, setup.seq_len_tokens), {})
             sized = by_size[key] = Sized(self._programs, rates, *sizes, shared)
         return sized
@@ -472,9 +473,15 @@ class ProgramSpeed:
             flops=flops,
             mfu_fraction=self.formula.mfu_fraction(flops, step_s),
             tokens_per_s=setup.tokens_per_step / step_s,
-            band_fraction=self.formula.program_band(setup, max(run.band_fraction, card_band(self._gpu))),
+            uncertainty=run_uncertainty(run, self.formula, setup),
             notes=(*self.formula.notes(), *host_notes(run)),
         )
+
+
+def run_uncertainty(run: RunTime, formula: ThroughputProfile, setup: TrainSetup) -> Uncertainty:
+    """How far off a step of one GPU may be whose operators were priced."""
+    parts, (slower, faster) = formula.step_time(setup).parts_s, run.host_sides
+    return formula.uncertainty("operators", setup, parts, slower=slower, faster=faster)
 
 
 class ScaledSpeed:
@@ -507,10 +514,11 @@ class ScaledSpeed:
         """The full answer for one setup."""
         answer, other = self._formula_profile.step_time(setup), self._similar_program.step_time(setup)
         longer = self.at(setup.micro_batch_seqs, setup.accumulation_steps)[0] / answer.step_time_s
-        gain = other.step_time_s / (answer.step_time_s * longer) - 1.0
+        uncertainty, host = answer.uncertainty, other.uncertainty
+        sides = (*host.slower[:1], *uncertainty.slower[1:]), (*host.faster[:1], *uncertainty.faster[1:])
         return replace(
             answer,
-            band_fraction=self._formula_profile.scaled_band(answer, setup, other, gain),
+            uncertainty=replace(uncertainty, slower=sides[0], faster=sides[1]),
             step_time_s=answer.step_time_s * longer,
             parts_s={name: seconds * longer for name, seconds in answer.parts_s.items()},
             mfu_fraction=answer.mfu_fraction / longer,

@@ -35,11 +35,6 @@ HOST_BOUND_FRACTION = 0.85
 _PART_OF_PHASE = {"loss": "loss", "step": "optimizer"}
 """Phases all of whose device time is one part."""
 
-BAND_FRACTION = 0.1
-"""Half-width of the speed's band beside what the host may differ: of 52 runs that no price was fitted to 49 lie within
-8 %, three on the H200 up to 11 (docs/accuracy/operators.md: the H200's 15, of Llama 3.2 1B, Qwen2.5 0.5B and Qwen3 8B
-under TRL; 33 on an A100 and 4 on an L40, Llama and Mistral of fms-acceleration). All are supervised training of
-decoders on text: for what else a step has `ThroughputProfile.program_band` is wider."""
 HOST_NOTE_FROM_FRACTION = 0.1
 """A step that waits for the host for more of its time says so: as much as the band."""
 _NEVER = float("-inf")
@@ -300,9 +295,9 @@ class RunTime:
     host: str
 
     @property
-    def band_fraction(self) -> float:
-        """Half-width of its band."""
-        return max(BAND_FRACTION, self.slower_host_s / self.step_s - 1, self.step_s / self.faster_host_s - 1)
+    def host_sides(self) -> tuple[float, float]:
+        """How many times as long it takes with a host as slow, and as fast, as such a machine's may be."""
+        return self.slower_host_s / self.step_s, self.faster_host_s / self.step_s
 
 
 def loop_of(setup: TrainSetup) -> Loop:
@@ -324,7 +319,7 @@ def host_notes(run: RunTime) -> tuple[str, ...]:
     return (
         measured(
             f"{HOST_BOUND}the GPU waits {percent(waits)} of the step for the CPU to issue {run.num_calls:,} calls a "
-            f"micro-batch, so a larger micro-batch is nearly free (a CPU 30 % slower than {run.host} adds "
+            f"micro-batch, so a larger micro-batch is nearly free (a CPU twice as slow as {run.host} adds "
             f"{percent(slower)})"
         ),
     )

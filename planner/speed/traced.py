@@ -15,10 +15,11 @@ from planner.speed.host import SLOW_HOST_BAND, host_of, issued_s, moving_words
 from planner.speed.operators import COLLECTIVE, HOST, ISSUERS, TRAINER, Program, program_of
 from planner.speed.prices import Price, needed_flops, price
 from planner.speed.rank_timeline import rank_program
-from planner.speed.rates import CardRates, card_band, card_rates
+from planner.speed.rates import CardRates, card_rates
+from planner.speed.roofline.bands import Uncertainty, base_of
 from planner.speed.roofline.calibration import load_calibration
 from planner.speed.roofline.rented import BETWEEN_S, COLLATED_TOKEN_S
-from planner.speed.several_gpus.collectives import at_spread, wider
+from planner.speed.several_gpus.collectives import at_spread
 from planner.speed.timeline import Loop, host_notes, run_time
 
 _FORWARD, _RECOMPUTE, _NUM = ISSUERS.index("forward"), ISSUERS.index("recompute"), len(ISSUERS)
@@ -70,20 +71,19 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec, cluster: Cluster | None 
             time nobody measured.
     """
     program, num_ranks = program_of(rows), int(rows.get("num_ranks", 1))
-    rates = card_rates(gpu)
+    rates, used = card_rates(gpu), load_calibration()
     loop = Loop(accumulation=1, tokens=0, waits=False, trainer=False)
-    times = _times(program)
+    times, slower = _times(program), tuple[float, ...]()
     if num_ranks > 1:
         if _exchanges_within(program):
             raise ValueError("no speed is said of tensor parallelism")
         cluster = cluster or make_cluster(gpu, num_ranks)
         run = rank_program(program, rates, cluster, reduces_each=True).time(loop, host_of(gpu))
         slow = rank_program(program, rates, at_spread(cluster, slow=True), reduces_each=True).time(loop, host_of(gpu))
-        spread = max(run.band_fraction, card_band(gpu), load_calibration().bands.get("spread", 0.0))
-        band = wider(spread, slow.step_s / run.step_s)
+        slower = run.host_sides[0], slow.step_s / run.step_s
     else:
         run = run_time(program, rates, loop, host_of(gpu))
-        band = max(run.band_fraction, card_band(gpu))
+        slower = (run.host_sides[0],)
     flops = tokens = 0.0
     for call, count in times.items():
         operator = program.operators[call // _NUM]
@@ -104,7 +104,11 @@ def traced_speed(rows: Mapping[str, Any], gpu: GpuSpec, cluster: Cluster | None 
         tokens_per_s=tokens / step_s if tokens else None,
         num_gpus=num_ranks,
         mfu_fraction=flops / step_s / nominal if nominal else 0.0,
-        band_fraction=max(band, card_band(gpu) + SLOW_HOST_BAND * hosted_s / step_s),
+        band_fraction=Uncertainty(
+            base=base_of("operators", gpu, used, several=num_ranks > 1),
+            slower=slower,
+            unmeasured=SLOW_HOST_BAND * hosted_s / step_s,
+        ).slower_fraction,
         parts_s={**run.parts_s, "copies": run.parts_s.get("copies", 0.0) + behind_s, "trainer": between},
         phases_s=run.phases_s,
         by_line=_costs(rows, program, prices, lambda line, module: line or "(libraries)"),

@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import replace
+from math import exp, hypot, log
 from pathlib import Path
 
 import pytest
 
+from benchmarks import speed_bands
 from benchmarks.band_fit import LEAST_SIDE, UNSEEN_STACK, as_row, fit_cell, pooled_cell
 from benchmarks.stack_bands import BANDS, ERRORS, PAGE, TARGET, by_chance, fitted, left_out, page
 from planner.core.units import GIB, percent
@@ -20,7 +22,6 @@ from planner.planning.evidence.bands import (
     NO_COMPARED_RUN,
     OTHER_TRAINER,
     PROFILE_BAND,
-    TRACED,
     UNSEEN_CARD,
     Cell,
     evidence_bands,
@@ -30,6 +31,7 @@ from planner.planning.predict import predict, predict_with_padding, with_padding
 from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_request
 from planner.setup.outcome import speed_sides
+from planner.speed.roofline.bands import Base, Uncertainty
 from reports.text import speed_band
 from tests.planner.helpers import loaded
 
@@ -62,7 +64,7 @@ def test_beyond_the_outermost_of_few_rows_lies_the_others_tail() -> None:
 
 def test_a_figure_that_holds_what_no_setup_says_is_never_fitted_on() -> None:
     excluded = [row for row in RECORDED if row.get("otherwise")]
-    assert {row["metric"] == "tokens_per_s" for row in excluded} == {True, False}
+    assert excluded
     assert fitted([row for row in RECORDED if not row.get("otherwise")]) == fitted(RECORDED)
 
 
@@ -82,17 +84,6 @@ def test_an_unmeasured_stack_is_wide_and_says_so(stack: str) -> None:
     assert sum(bands["allocated"]) > 2 * sum(measured["allocated"])
 
 
-def test_a_traced_stacks_speed_is_surer_than_a_strangers() -> None:
-    """Before: the band of all other stacks, -59 to +13 %."""
-    bands, note = evidence_bands("formula", A100, setup_from_request({"stack": "litgpt"}))
-    trainers, _ = evidence_bands("formula", A100, setup_from_request({}))
-    strangers, _ = evidence_bands("formula", A100, setup_from_request({"stack": "torchtitan"}))
-    below, above = bands["tokens_per_s"]
-    assert trainers["tokens_per_s"][0] < below < strangers["tokens_per_s"][0]
-    assert above == pytest.approx((1 + trainers["tokens_per_s"][1]) * (1 + TRACED["litgpt"]) - 1)
-    assert note.startswith(NO_COMPARED_RUN)
-
-
 def test_a_card_nobody_measured_widens_what_depends_on_it() -> None:
     far, note = evidence_bands("formula", find_gpu("b200"), setup_from_request({}))
     near, _ = evidence_bands("formula", A100, setup_from_request({}))
@@ -110,11 +101,11 @@ def test_predictions_of_anybodys_run_carry_the_bands_and_a_plans_own_do_not() ->
     needed, shown = ranks.bands["needed"][1], ranks.bands["device"][1]
     assert PROFILE_BAND <= needed < shown / 3  # what devices held is mostly cached
     assert any(CACHED in note and percent(shown) in note for note in ranks.notes)
-    assert not predict(model, A100, TrainSetup(), planned=True).bands
+    assert set(predict(model, A100, TrainSetup(), planned=True).bands) == {"tokens_per_s"}
     assert predict(model, A100, TrainSetup()).bands  # anybody may set the allocator as a plan does
     titan = setup_from_request({"stack": "torchtitan", "num_gpus": 4, "parallel": "fsdp2"})  # its own code
     assert predict(model, A100, titan, planned=True).memory_band_fraction == ENGINE_BANDS["torchtitan"]
-    assert not predict(model, A100, setup_from_request({"stack": "axolotl"}), planned=True).bands
+    assert set(predict(model, A100, setup_from_request({"stack": "axolotl"}), planned=True).bands) == {"tokens_per_s"}
     several = evidence_bands("dry_run", A100, setup_from_request({"num_gpus": 4, "parallel": "fsdp2"}))[0]
     assert several == evidence_bands("formula", A100, setup_from_request({"num_gpus": 4, "parallel": "fsdp2"}))[0]
 
@@ -225,6 +216,7 @@ def test_shipped_bands_and_table_are_those_of_the_recorded_comparisons() -> None
     cells = fitted(RECORDED)
     names = ("level", "metric", "gpus", "stack")
     shipped = {tuple(row[name] for name in names): row for row in json.loads(BANDS.read_text(encoding="utf-8"))}
+    shipped = {key: row for key, row in shipped.items() if row["metric"] != "tokens_per_s"}
     assert {key: (row["below"], row["above"]) for key, row in shipped.items()} == {
         key: (as_row(cell)["below"], as_row(cell)["above"]) for key, cell in cells.items()
     }
@@ -234,10 +226,34 @@ def test_shipped_bands_and_table_are_those_of_the_recorded_comparisons() -> None
 def test_coverage_with_each_source_left_out() -> None:
     """All rows of a level together: 85 to 95 % lie inside the bands that the other sources give."""
     counts = left_out(RECORDED)
-    for level, speed in (("formula", False), ("formula", True), ("dry_run", False)):
-        picked = [count for key, count in counts.items() if key[0] == level and (key[1] == "tokens_per_s") == speed]
+    for level in ("formula", "dry_run"):
+        picked = [count for key, count in counts.items() if key[0] == level]
         share = sum(count[1] for count in picked) / sum(count[0] for count in picked)
-        assert TARGET[0] <= share <= TARGET[1], (level, speed, share)
+        assert TARGET[0] <= share <= TARGET[1], (level, share)
+
+
+def test_a_speeds_band_holds_the_runs_of_others_and_no_more() -> None:
+    """Each source left out: 85 to 95 % of the runs that nothing was fitted on, and of those kept out; the shipped
+    half-widths and the page are those of the recorded comparisons."""
+    recorded = [json.loads(line) for line in speed_bands.ERRORS.read_text(encoding="utf-8").splitlines()]
+    verdicts = [verdict for verdict in speed_bands.judged(recorded) if not speed_bands.fitted_before(verdict.error)]
+    told = [verdict for verdict in verdicts if verdict.error["level"] == "told"]
+    for some in (told, [verdict for verdict in told if verdict.error.get("kept")]):
+        assert TARGET[0] <= sum(verdict.inside for verdict in some) / len(some) <= TARGET[1]
+    shipped = [row for row in json.loads(BANDS.read_text(encoding="utf-8")) if row["metric"] == "tokens_per_s"]
+    assert shipped == speed_bands.cells_of(recorded)
+    assert speed_bands.PAGE.read_text(encoding="utf-8") == speed_bands.page(recorded)
+
+
+def test_what_waits_for_the_host_alone_is_as_unsure_as_hosts() -> None:
+    """A CPU twice as slow, or as fast, moves that share of a step; the rest has the base."""
+    base = Base((), log(1.15))
+    busy, waiting = (Uncertainty(base=base, slower=(more,), faster=(less,)) for more, less in ((1, 1), (1.8, 0.6)))
+    assert busy.slower_fraction == busy.faster_fraction == pytest.approx(0.15)
+    assert waiting.slower_fraction == pytest.approx(exp(hypot(log(1.15), log(1.8))) - 1)
+    assert waiting.needed_base(1 / 1.7) == 0 < waiting.needed_base(1 / 1.9) < busy.needed_base(1 / 1.9)
+    judged = replace(busy, judged=0.5, unmeasured=0.1)
+    assert (judged.slower_fraction, judged.needed_base(1.4)) == (0.5, 0)
 
 
 def test_what_chance_gives_by_hand() -> None:
@@ -270,10 +286,10 @@ def test_on_several_gpus_its_speed_is_as_sure_as_the_trainers(stack: str) -> Non
         ]
         for name in (stack, "trl")
     ]
-    assert bands[0] == bands[1]
+    assert bands[0] == pytest.approx(bands[1], rel=0.05)
 
 
-@pytest.mark.parametrize(("stack", "words"), [("accelerate-loop", "-"), ("trl", "±")])
+@pytest.mark.parametrize(("stack", "words"), [("accelerate-loop", "-"), ("trl", "-")])
 def test_a_speed_s_band_is_the_same_in_text_and_json(stack: str, words: str) -> None:
     """ "±143 %" stood for runs of which the slowest had 41 % of the predicted speed and the fastest 13 % more."""
     gpu, setup = find_gpu("h100-sxm"), TrainSetup(stack=stack)

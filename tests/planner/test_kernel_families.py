@@ -18,7 +18,6 @@ from planner.memory.model import predict_memory
 from planner.models import catalogue
 from planner.models.spec import ModelSpec
 from planner.options.kernels import (
-    COMPILE_BAND,
     COMPILED,
     FUSED_LORA,
     KERNELS,
@@ -258,7 +257,10 @@ def test_a_compiled_speed_says_how_little_is_known_of_it() -> None:
     plain, compiled = (
         speed_profile(unprofiled(), GPU, setup).step_time(setup) for setup in (TrainSetup(), TrainSetup(compile=True))
     )
-    assert compiled.band_fraction**2 - plain.band_fraction**2 == pytest.approx(COMPILE_BAND**2)
+    sure, gain = compiled.uncertainty, plain.step_time_s / compiled.step_time_s
+    assert sure.slower[1] == pytest.approx(gain)  # it may gain nothing
+    assert gain > 1
+    assert sure.slower_fraction > plain.uncertainty.slower_fraction
     assert any("6 pairs of runs (B200, A100, H100)" in note for note in compiled.notes)
 
 
@@ -399,18 +401,6 @@ def test_the_longest_context_of_unsloths_engine_is_as_published(name: str, card:
     fits, beyond = (peak <= gpu.memory_bytes for peak in peaks)
     assert fits
     assert not beyond
-
-
-def test_a_gain_above_every_measured_one_widens_the_band() -> None:
-    """Llama-3.1-8B on an H100: Liger's kernels gain 20 %, fused LoRA 40 %; 21 % is the most that was measured."""
-    setups = [
-        TrainSetup(kernels=kernels, checkpointing=0, loss="chunked", micro_batch_seqs=4)
-        for kernels in ("liger", "fused")
-    ]
-    liger, fused = (speed_profile(unprofiled(), find_gpu("h100-sxm"), setup).step_time(setup) for setup in setups)
-    assert fused.band_fraction == pytest.approx(liger.band_fraction + 0.187, abs=0.02)
-    assert "above the largest measured (21%)" in " ".join(fused.notes)
-    assert "above the largest" not in " ".join(liger.notes)
 
 
 def test_compile_is_planned_where_asked_and_refused_where_triton_is_not() -> None:

@@ -32,7 +32,6 @@ from planner.setup import TrainSetup
 from planner.setup.interchange import setup_from_dict, setup_to_dict
 from planner.setup.packages import packages_of
 from planner.speed import speed_profile
-from planner.speed.roofline import CURRENT, throughput_profile
 from planner.speed.roofline.types import WITHOUT_GRADIENTS
 from planner.speed.several_gpus.speed import layout_step_time
 from reports.check import value_words
@@ -653,10 +652,10 @@ def test_the_band_of_a_speed_that_nobody_compared_holds_all_that_is_its_own(
     monkeypatch.setattr("planner.memory.model.step_profile_of", lambda *_: None)
     setup = setup_of(objective, micro_batch_seqs=4)
     prediction, plain = predict(MODEL, CARD, setup), predict(MODEL, CARD, TrainSetup())
-    formula = throughput_profile(MODEL, CARD, TrainSetup(), conditions=CURRENT).step_time(TrainSetup())
-    assert prediction.time_band_fraction is not None
+    speed = speed_profile(MODEL, CARD, setup).step_time(setup)
+    assert prediction.time_band_fraction == speed.band_fraction
     unmeasured_s = sum(prediction.time_parts_s.get(part, 0.0) for part in ("loss", WITHOUT_GRADIENTS, "generation"))
-    more = prediction.time_band_fraction - formula.band_fraction
+    more = speed.band_fraction - replace(speed.uncertainty, unmeasured=0.0).slower_fraction
     assert more == pytest.approx(unmeasured_s / prediction.step_time_s)
     assert prediction.memory_band_fraction == plain.memory_band_fraction
     assert any(OBJECTIVES[objective].title in note for note in prediction.notes)

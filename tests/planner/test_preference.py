@@ -173,9 +173,9 @@ def test_a_class_that_only_may_fit_gives_way_to_one_that_surely_does() -> None:
     assert "fits" not in words
 
 
-@pytest.mark.parametrize("gpu", ["apple-m2-ultra", "rtx-5090"])
+@pytest.mark.parametrize("gpu", ["apple-m2-ultra", "rtx-4080"])
 def test_what_is_not_known_of_a_card_does_not_bring_full_fine_tuning(gpu: str) -> None:
-    """These cards' speeds are known to 26 %, the ratio of two methods on one card to 10 %."""
+    """These cards' speeds are known to 30 %, the ratio of two methods on one card to 10 %."""
     plan = chosen("meta-llama/Llama-3.2-1B", gpu)
     assert plan.chosen.formula.time_band_fraction > 0.2
     assert plan.chosen.setup.method == "lora"

@@ -72,6 +72,5 @@ def test_report_beats_both_baselines_on_every_fitted_source() -> None:
             figures = rows[source]
             assert figures["median"] < figures["mfu_median"], (kind, source)
             assert figures["median"] < figures["boosted_median"], (kind, source)
-    assert 0.85 <= report["coverage_source_split"]["points"] <= 0.95
     assert report["single_gpu_confidence_a"]["median"] <= 0.08
     assert report["single_gpu_confidence_a"]["p90"] <= 0.20

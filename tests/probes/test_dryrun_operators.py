@@ -61,7 +61,9 @@ def test_the_full_depth_issues_what_was_repeated(name: str) -> None:
     assert short.program.num_modules == whole.program.num_modules
     assert sum(short.program.added.values()) == sum(whole.program.added.values())
     setup = TrainSetup(seq_len_tokens=512, **SETUPS[name])
-    assert run_speed(short.program, GPU, setup).step_s == pytest.approx(run_speed(whole.program, GPU, setup).step_s)
+    assert run_speed(short.program, shallow(), GPU, setup).step_s == pytest.approx(
+        run_speed(whole.program, shallow(), GPU, setup).step_s
+    )
     assert short.prediction.tokens_per_s == pytest.approx(whole.prediction.tokens_per_s)
 
 
@@ -86,6 +88,9 @@ def test_a_dry_run_says_how_fast_and_who_waits() -> None:
     whole = TrainSetup(seq_len_tokens=512, **SETUPS["lora, checkpointing, Liger"], micro_batch_seqs=4096)
     silent = replace(larger, step_time_s=None, tokens_per_s=None)
     assert with_run_speed(silent, baseline.program, shallow(), GPU, whole) == silent  # it would outrun the card
+    own_model = TrainSetup(seq_len_tokens=512, stack="cs336")  # whose operators are none of transformers'
+    assert with_run_speed(silent, baseline.program, shallow(), GPU, own_model) == silent
+    assert with_run_speed(silent, baseline.program, shallow(), GPU, own_model.replace(stack="trl")) != silent
     assert prediction.tokens_per_s is not None
     assert larger.tokens_per_s > 2 * prediction.tokens_per_s
 

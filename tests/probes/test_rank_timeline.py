@@ -11,6 +11,7 @@ from torch import distributed, nn
 from planner.hardware.cluster import make_cluster
 from planner.hardware.gpus import find_gpu
 from planner.models import catalogue
+from planner.models.spec import ModelSpec
 from planner.planning.run_speed import rank_speed
 from planner.setup import TrainSetup
 from planner.speed.operators import COLLECTIVE, GRADIENT, ISSUERS, JOIN, MARK, Program, program_of
@@ -171,9 +172,14 @@ SMALL = TrainSetup(
 )  # fmt: skip
 
 
-def program_for(setup: TrainSetup) -> Program:
+def small_model() -> ModelSpec:
     model = catalogue.load("Qwen/Qwen2.5-0.5B")
     assert model is not None
+    return model
+
+
+def program_for(setup: TrainSetup) -> Program:
+    model = small_model()
     report = dry_run_report(model, GPU, setup, use_cache=False)
     assert isinstance(report, DryRunReport)
     assert report.prediction.tokens_per_s
@@ -188,22 +194,22 @@ def test_a_dry_run_rank_exchanges_what_the_full_model_does() -> None:
     found = exchanged(program)
     assert found[f"{COLLECTIVE}_reduce_scatter_base_"] >= 24
     assert 48 <= found[f"{COLLECTIVE}_allgather_base_"] <= 52
-    cluster = make_cluster(GPU, 4)
-    by_nvlink = rank_speed(program, GPU, SMALL, cluster)
-    slower = rank_speed(program, GPU, SMALL, make_cluster(GPU, 4, interconnect="pcie"))
+    cluster, model = make_cluster(GPU, 4), small_model()
+    by_nvlink = rank_speed(program, model, GPU, SMALL, cluster)
+    slower = rank_speed(program, model, GPU, SMALL, make_cluster(GPU, 4, interconnect="pcie"))
     assert by_nvlink.step_s < slower.step_s
     assert sum(slower.parts_s.values()) == pytest.approx(slower.step_s, rel=1e-6)
-    twice = rank_speed(program, GPU, replace(SMALL, accumulation_steps=2), cluster)
+    twice = rank_speed(program, model, GPU, replace(SMALL, accumulation_steps=2), cluster)
     assert 1.8 * by_nvlink.step_s < twice.step_s < 2 * by_nvlink.step_s
 
 
 def test_ddp_reduces_once_a_step_however_many_micro_batches() -> None:
     setup = SMALL.replace(parallel="ddp")
-    program, cluster = program_for(setup), make_cluster(GPU, 4, interconnect="pcie")
+    program, cluster, model = program_for(setup), make_cluster(GPU, 4, interconnect="pcie"), small_model()
     gradients = [operator.numbers[0] for operator in program.operators if operator.name == GRADIENT]
     assert len(gradients) > 1
     exposed = [
-        rank_speed(program, GPU, setup.replace(accumulation_steps=steps), cluster).parts_s["communication"]
+        rank_speed(program, model, GPU, setup.replace(accumulation_steps=steps), cluster).parts_s["communication"]
         for steps in (1, 2, 8)
     ]
     assert exposed[2] == pytest.approx(exposed[1], rel=0.01)

@@ -50,7 +50,7 @@ def test_program_of_one_run_is_every_dry_runs(
     report = dry_run_report(model, GPU, setup, use_cache=False)
     assert isinstance(report, DryRunReport)
     assert report.program is not None
-    wanted = run_speed(report.program, GPU, setup)
+    wanted = run_speed(report.program, model, GPU, setup)
     speed = ProgramSpeed(model, GPU, setup, programs, program).step_time(setup)
     assert speed.step_time_s == pytest.approx(wanted.step_s, rel=NEAR)
     for part, seconds in wanted.parts_s.items():

@@ -21,7 +21,7 @@ from planner.memory.workload import Workload
 from planner.models.spec import ModelSpec
 from planner.models.targets import adapts_expert_stacks, scaling_targets
 from planner.options.adapters import ADAPTERS, Adapter
-from planner.options.kernels import COMPILE_BAND, KERNELS, PLANNED_KERNELS
+from planner.options.kernels import KERNELS, PLANNED_KERNELS
 from planner.options.losses import LOSSES
 from planner.options.objectives import OBJECTIVES, packs
 from planner.options.optimizers import OPTIMIZERS
@@ -196,10 +196,12 @@ def point_tie_break(shared: TrainSetup, attention: str, loss: str, optimizer: st
 MASTERS_WORTH = 0.10
 """Of the speed that fp32 master weights may cost before full fine-tuning is planned without: 16-bit weights take small
 updates as nothing."""
-COMPILE_WORTH = COMPILE_BAND
-"""What torch.compile must be predicted to gain in a step of one sequence before it is open to a plan: what such gains
-are off by. Of one sequence, so that it is the same whatever fits. Of the measured pairs an 8B at 8,192 tokens ran at
-0.94 times the speed, a 1B at 512, whose pace the host sets, at 3.1 to 3.9 times (B200)."""
+COMPILE_WORTH = 0.28
+"""What torch.compile must be predicted to gain in a step of one sequence before it is open to a plan: the most that
+such gains were off by in 6 pairs (4 on a B200, "torch.compile on / off" of docs/speed-accuracy.md, median 9 %;
+torchtune's on an A100, 7 % too little; torchtitan's on H100s of another memory, 8 to 16 % too much). Of one sequence,
+so that it is the same whatever fits. Of the measured pairs an 8B at 8,192 tokens ran at 0.94 times the speed, a 1B at
+512, whose pace the host sets, at 3.1 to 3.9 times (B200)."""
 COMPILE_S_PER_LAYER = 4.2
 """Seconds that torch.compile takes of a whole model, per layer: (198 - 48) / 36 of Qwen3-8B's full fine-tuning, of
 which a run took 198 s compiled and 48 s not (35 s layer by layer, which transformers' Trainer does not).

@@ -17,7 +17,8 @@ from planner.hardware.gpu import GpuSpec
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
-from planner.setup.outcome import Band, Prediction, speed_sides
+from planner.setup.outcome import Band, Prediction
+from planner.speed.roofline.bands import Uncertainty
 
 DRY_RUN_BAND = 0.02
 """What the dry run errs by on a trainer's step with current versions (docs/accuracy)."""
@@ -157,6 +158,13 @@ def time_band(model: ModelSpec, gpu: GpuSpec) -> float:
     return max(least, kind)
 
 
+def time_sides(uncertainty: Uncertainty, model: ModelSpec, gpu: GpuSpec) -> tuple[float, Band]:
+    """(by how much longer a step may take, the band of its tokens/s)."""
+    least = time_band(model, gpu)
+    longer, faster = max(uncertainty.slower_fraction, least), max(uncertainty.faster_fraction, least)
+    return longer, Band(1 - 1 / (1 + longer), faster)
+
+
 def dry_run_band(setup: TrainSetup) -> float:
     """The same of a dry run."""
     return max(DRY_RUN_BAND, ENGINE_BANDS.get(setup.stack, 0.0))
@@ -201,17 +209,10 @@ TRAINERS = ("trl", "hf", "sentence-transformers")
 """Stacks that are one Trainer: their published runs are one kind. sentence-transformers' is transformers' own around
 another loss: traced, 0.3 to 0.5 % above the dry run (docs/objectives.md). Axolotl 0.21's and LLaMA-Factory 0.9.5's own
 steps, traced (Qwen2.5-7B, LoRA and QLoRA, benchmarks/check_vs_trace.py of 00bc1b5f): bytes 0.0 to 0.2 % above
-the formula, tokens/s -4.5 to +7.5 % beside it, so that their speed has TRL's band."""
-ONE_PROGRAM = {"torchtune-whole-loss": "torchtune", "torchtune-in-bwd": "torchtune", "ms-swift-cut-loss": "ms-swift"}
-"""Stacks that differ in memory alone from another of the same program, whose runs' speed is theirs too."""
-TRACED = {"unsloth": 0.18, "litgpt": 0.07}
-"""Stacks whose own step was traced -> by how much its tokens/s lay from the formula's at most: where they have no runs
-(Unsloth on several GPUs) their speed has TRL's band, whose prices of operators are theirs, and that beside it. Unsloth
-2026.10.9, LoRA on an A100: Qwen2.5-1.5B 17.5 % faster than said, 7B 8.4 (its Trainer's seconds, which no trace sees,
-added), as said before its own functions were counted; LitGPT 0.5.13, Qwen2.5-7B, 6.3 %."""
+the formula, tokens/s -4.5 to +7.5 % beside it."""
 MEMORY = ("allocated", "reserved", "device")
 UNSEEN_CARD = 1.5
-"""How much wider reserved and device memory and speed are on a card that no published run of the stack was on: a
+"""How much wider reserved and device memory are on a card that no published run of the stack was on: a
 judgement, dated November 2026."""
 OTHER_TRAINER = 2.5
 """The same of the memory of a stack on transformers' Trainer and the same libraries that has no runs of its own: of
@@ -232,11 +233,6 @@ class Cell:
     num_rows: int
     num_sources: int = 0
     cards: tuple[str, ...] = ()
-
-
-def band_stack(stack: str, metric: str) -> str:
-    """Whose published runs give a stack's band of a figure."""
-    return ONE_PROGRAM.get(stack, stack) if metric == "tokens_per_s" else stack
 
 
 def gpu_count_kind(setup: TrainSetup) -> str:
@@ -265,43 +261,30 @@ def evidence_bands(level: str, gpu: GpuSpec, setup: TrainSetup) -> tuple[dict[st
     """
     cells, gpus = _cells(), gpu_count_kind(setup)
     stack = TRAINERS[0] if setup.stack in TRAINERS else setup.stack
-    on_trainer = STACKS[stack].runs_trainer and stack not in TRAINERS and not any(name == stack for *_, name in cells)
+    libraries = STACKS[stack].runs_trainer and not STACKS[stack].fused
+    on_trainer = libraries and stack not in TRAINERS and not any(name == stack for *_, name in cells)
     stack = TRAINERS[0] if on_trainer else stack
     level = "formula" if gpus == "several" else {"profile": "dry_run"}.get(level, level)
     owns = {metric: cells.get((level, metric, gpus, stack)) for metric in MEMORY}
-    speed = cells.get((level, "tokens_per_s", gpus, band_stack(stack, "tokens_per_s")))
-    trainers, off = cells.get((level, "tokens_per_s", gpus, TRAINERS[0])), 1 + TRACED.get(stack, 0.0)
-    owns["tokens_per_s"] = speed
-    if speed is None and stack in TRACED and trainers is not None:
-        below, above = 1 - (1 - trainers.below) / off, (1 + trainers.above) * off - 1
-        owns["tokens_per_s"] = replace(trainers, below=below, above=above)
     cards = {card for stack_cell in owns.values() if stack_cell is not None for card in stack_cell.cards}
     pools = {metric: cells.get((level, metric, gpus, "")) or cells.get((level, metric, "one", "")) for metric in owns}
     memory_cells = [*filter(None, map(owns.get, MEMORY))] or [*filter(None, map(pools.get, MEMORY))]
     bands = {}
     for metric, stack_cell in owns.items():
-        if stack_cell is None and metric == "tokens_per_s" and stack in TRAINERS:
-            continue  # the speed model's own band, which is the Trainer's
-        if stack_cell is None and metric in MEMORY:
-            bands[metric] = (max(band.below for band in memory_cells), max(band.above for band in memory_cells))
-        elif stack_cell is not None or pools[metric] is not None:
-            cell = stack_cell or pools[metric]
-            assert cell is not None
-            wider = 1.0
-            if stack_cell is not None and on_trainer and metric != "tokens_per_s":
-                wider = OTHER_TRAINER
-            elif stack_cell is not None and gpu.key not in cards and metric != "allocated":
-                wider = UNSEEN_CARD
-            like = (cell, *memory_cells) if cell.num_sources == 1 and metric in MEMORY else (cell,)
-            below, above = max(band.below for band in like), max(band.above for band in like)
-            bands[metric] = (min(0.95, below * wider), above * wider)
+        wider = 1.0
+        if stack_cell is not None and on_trainer:
+            wider = OTHER_TRAINER
+        elif stack_cell is not None and gpu.key not in cards and metric != "allocated":
+            wider = UNSEEN_CARD
+        alone = stack_cell is not None and stack_cell.num_sources > 1
+        like = [stack_cell] if alone and stack_cell is not None else [*filter(None, (stack_cell, *memory_cells))]
+        below, above = max(band.below for band in like), max(band.above for band in like)
+        bands[metric] = (min(0.95, below * wider), above * wider)
     none_here = f"{setup.trainer.title} has no published run here"
     if not setup.objective_spec.supervised:
         why = f"published runs are of supervised training, this is {setup.objective_spec.title}"
     elif on_trainer:
         why = f"{none_here}, the band is its libraries' under TRL, wider"
-    elif speed is None and stack in TRACED:
-        why = f"{none_here}, its speed's band is TRL's and what its own step, traced, lay off"
     elif not any(owns.values()):
         why = f"{none_here}, the band is that of other stacks"
     elif gpu.key not in cards:
@@ -324,8 +307,7 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
 
     Args:
         planned: the setup is a plan's own, which keeps the memory band that it was chosen by: current versions, the
-            allocator as launch files set it, and transformers' Trainer or an engine of `ENGINE_BANDS`. The speed of an
-            engine of its own code stays as uncertain as others' runs are.
+            allocator as launch files set it, and transformers' Trainer or an engine of `ENGINE_BANDS`.
     """
     if planned and setup.trainer.runs_trainer:
         apple = f"{NO_COMPARED_RUN}: none was on an Apple GPU, the band is that of TRL's on a card that none was on"
@@ -335,15 +317,8 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
             same = {"Apple": apple, "AMD": AMD_NOTE}.get(gpu.vendor, "")
         return _noted(prediction, same)
     bands, note = evidence_bands(prediction.level.value, gpu, setup)
-    time = prediction.time_band_fraction
-    # the speed model's own band is fitted on trainers' runs card by card: only other stacks widen it
-    if time is not None:
-        sides = speed_sides(time, prediction.bands) or Band.of_time(time)
-        if "tokens_per_s" in bands and setup.stack not in TRAINERS:
-            sides = sides.wider(Band(*bands["tokens_per_s"]))
-        time, bands["tokens_per_s"] = max(time, 1 / (1 - sides.below) - 1), sides
     note = AMD_NOTE if gpu.vendor == "AMD" else note
-    annotated = _noted(replace(prediction, time_band_fraction=time), note)
+    annotated = _noted(prediction, note)
     fraction = annotated.memory_band_fraction
     if planned and setup.stack in ENGINE_BANDS:
         return replace(annotated, memory_band_fraction=max(fraction, ENGINE_BANDS[setup.stack]))
@@ -352,7 +327,7 @@ def with_evidence(prediction: Prediction, gpu: GpuSpec, setup: TrainSetup, *, pl
     needed = max(fraction, bands["allocated"][1] * allocated_share)
     if above - needed > CACHE_NOTE_FROM_FRACTION:
         annotated = _noted(annotated, f"nvidia-smi may show up to {percent(above)} more than this peak: {CACHED}")
-    bands |= {"device": (below, above), "needed": (below, needed)}
+    bands |= {**prediction.bands, "device": (below, above), "needed": (below, needed)}
     return replace(annotated, memory_band_fraction=max(below, needed), bands=bands)
 
 

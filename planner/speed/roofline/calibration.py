@@ -1,8 +1,8 @@
 """Constants of the speed model, apart from the facts of the GPU table, dated and with their points.
 
 `planner/data/calibration.json` holds them: `constants` (all architectures), `architectures` (what differs by
-architecture), `matmul_share` (measured share of the nominal matmul rate by GPU), `bands` (half-widths that held 90 % of
-held-out points). `plan calibrate` writes a file of the same form.
+architecture), `matmul_share` (measured share of the nominal matmul rate by GPU). `plan calibrate` writes a file of the
+same form, with `bands`.
 """
 
 import os
@@ -135,7 +135,7 @@ class Calibration:
         fp32_share: GPU key or family -> the same for fp32 outside the tensor cores.
         rates_flops_per_s: GPU key -> data type -> measured matmul rate where the nominal one does not apply.
         spread: what several GPUs add, see `LayoutConstants`.
-        bands: confidence -> half-width as a fraction.
+        bands: key of a card that `plan calibrate` has seen -> half-width of the speed's band there, as a fraction.
         points: what it was fitted on, for people.
     """
 
@@ -177,16 +177,6 @@ class Calibration:
     def fp32_share_for(self, gpu: GpuSpec) -> float:
         """Share of the nominal fp32 rate that a large matmul reaches outside the tensor cores."""
         return _share(self.fp32_share, gpu, 0.7)[0]
-
-    def band_for(self, gpu: GpuSpec) -> float:
-        """Half-width of the 90 % band as a fraction, wider the less is known of the card."""
-        fitted = set(self.points.get("gpus", ()))
-        fitted_families = set(self.points.get("families", ()))
-        if gpu.key in fitted:
-            return self.bands.get("gpu", 0.3)
-        if family(gpu) in fitted_families:
-            return self.bands.get("architecture", 0.4)
-        return self.bands.get("default", 0.5)
 
 
 def _share(table: Mapping[str, float], gpu: GpuSpec, default: float) -> tuple[float, str]:

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from planner.core.notes import measured
-from planner.options.kernels import COMPILES_NOTHING, KERNELS, LARGEST_GAIN, speed_band, speed_note
+from planner.options.kernels import COMPILES_NOTHING, speed_note
 from planner.setup import TrainSetup
 from planner.setup.allowed import FLEX
+from planner.speed.roofline.bands import Level, Uncertainty, base_of
 from planner.speed.roofline.family import Family, family_of
 from planner.speed.roofline.model import SpeedModel
-from planner.speed.roofline.rented import HOST_FASTER, HOST_SLOWER_RENTED, collated_s
-from planner.speed.roofline.types import WITHOUT_GRADIENTS, StepTime
+from planner.speed.roofline.rented import HOST_SPREAD, collated_s
+from planner.speed.roofline.types import WITHOUT_GRADIENTS, StepTime, conditions_of
 from planner.speed.roofline.work import Work, trained_share
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ STREAMED_BAND = 1.1
 (tests/planner/test_streamed_experts.py)."""
 COMPARED_OBJECTIVES = {"dpo": "One run"}
 """Llama 3.2 1B with LoRA on an H100 under TRL: dry run -0.9 %, formula +3.5 % (docs/accuracy/operators.md)."""
-HOST_SAID = 0.1
+HOST_SAID = 0.3
 """Share of a step that such a host would add from which it is said."""
 
 
@@ -206,13 +207,7 @@ class ThroughputProfile:
             parts["generation"] = generation
         total = sum(parts.values())
         flops = self.flops(seqs, steps)
-        beyond = max(0.0, self._kernels_gain(seqs, steps) - LARGEST_GAIN)
-        unmeasured = self.unmeasured_fraction(seqs, steps, parts) + beyond
-        wall_s = self._with_host(busy, seqs)
-        slower = HOST_SLOWER_RENTED * self._speed.constants.host_scale / self._speed.host_scale
-        slow_host = steps * (self._with_host(busy, seqs, slower) - wall_s) / total
-        faster = steps * (wall_s - self._with_host(busy, seqs, 1 / HOST_FASTER))
-        unsure_host = max(slow_host, total / (total - faster) - 1)
+        slower, faster = (self._at_host(total, parts, setup, busy, scale) for scale in (HOST_SPREAD, 1 / HOST_SPREAD))
         alone = ["Communication between GPUs is not counted."] if self._setup.num_gpus > 1 else []
         return StepTime(
             step_time_s=total,
@@ -220,32 +215,46 @@ class ThroughputProfile:
             flops=flops,
             mfu_fraction=self.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
-            band_fraction=self._band(unmeasured, unsure_host),
-            notes=(*self.notes(), *alone, *_beyond_note(beyond), *_host_note(slow_host, slower)),
+            uncertainty=self.uncertainty("formula", setup, parts, slower=slower / total, faster=faster / total),
+            notes=(*self.notes(), *alone, *_host_note(slower / total - 1)),
         )
 
-    def scaled_band(self, step: StepTime, setup: TrainSetup, other: StepTime, gain: float) -> float:
-        """Half-width of the band where this profile's step was set beside a program's (`planner.speed.sized`).
+    def _at_host(
+        self, total_s: float, parts: Mapping[str, float], setup: TrainSetup, busy_s: float, scale: float
+    ) -> float:
+        """Seconds of a step with a host whose calls take so many times as long."""
+        seqs = setup.micro_batch_seqs
+        more = setup.accumulation_steps * (self._with_host(busy_s, seqs, scale) - self._with_host(busy_s, seqs))
+        return total_s + more + (scale - 1) * parts["trainer"]
+
+    def uncertainty(
+        self, level: Level, setup: TrainSetup, parts: Mapping[str, float], *, slower: float, faster: float
+    ) -> Uncertainty:
+        """How far off a step of one GPU may be.
 
         Args:
-            step, setup: by this profile.
-            other: the program's, whose band has the host.
-            gain: how much faster this setup is than that one, as a fraction.
+            parts: its seconds by this profile.
+            slower, faster: how many times as long it takes with a host as slow, and as fast, as one may be.
         """
-        unmeasured = self.unmeasured_fraction(setup.micro_batch_seqs, setup.accumulation_steps, step.parts_s)
-        beyond = max(0.0, gain - LARGEST_GAIN) if KERNELS[self._setup.kernels].parts else 0.0
-        return self._band(unmeasured + beyond, other.band_fraction)
+        speed, gained = self._speed, 1 + self.gained_s(setup) / sum(parts.values())
+        return Uncertainty(
+            base=base_of(level, speed.gpu, speed.calibration, several=False),
+            slower=(slower, gained),
+            faster=(faster, 1 / gained),
+            unmeasured=self.unmeasured_fraction(setup.micro_batch_seqs, setup.accumulation_steps, parts),
+            judged=self.judged,
+        )
 
-    def program_band(self, setup: TrainSetup, compared: float) -> float:
-        """Half-width of the band where the setup's own operators are priced instead.
-
-        Args:
-            compared: that of such speeds where runs were compared: a decoder's supervised training on text, with and
-                without fused kernels.
-        """
-        parts = self.step_time(setup).parts_s
-        unmeasured = self.unmeasured_fraction(setup.micro_batch_seqs, setup.accumulation_steps, parts)
-        return max(compared + unmeasured, self.judged)
+    def gained_s(self, setup: TrainSetup) -> float:
+        """Seconds that torch.compile is predicted to save of a step: it may save none, or twice as many."""
+        if not self._setup.compiled:
+            return 0.0
+        plain, speed = self._setup.replace_trusted(compile=False), self._speed
+        published = speed.conditions != conditions_of(self._setup)
+        conditions = speed.conditions if published else conditions_of(plain)
+        eager = ThroughputProfile(SpeedModel(speed.model, speed.gpu, speed.calibration, conditions), plain)
+        pair = setup.micro_batch_seqs, setup.accumulation_steps
+        return max(0.0, eager.at(*pair)[0] - self.at(*pair)[0])
 
     def unmeasured_fraction(self, seqs: int, steps: int, parts: Mapping[str, float]) -> float:
         """The share of a step that nobody has measured in a run of the setup's kind."""
@@ -255,27 +264,12 @@ class ThroughputProfile:
             unmeasured += parts["loss"] + parts.get(WITHOUT_GRADIENTS, 0.0)
         return float(unmeasured / sum(parts.values()))
 
-    def _band(self, unmeasured: float, slow_host: float) -> float:
-        """Half-width of the speed's band: the card's, with what no run of the setup's kind has shown."""
-        setup, speed = self._setup, self._speed
-        card = speed.calibration.band_for(speed.gpu)
-        band = speed_band(card, setup.kernels, speed.gpu.key, compiled=setup.compiled) + unmeasured
-        return max(band, self.judged, slow_host)
-
     @property
     def judged(self) -> float:
         """The least band of what nobody has timed, by judgement."""
         if not self._setup.quantize_experts and self._setup.attention != FLEX:
             return 0.0
         return STREAMED_BAND if self._setup.trainer.streams_experts else UNCOMPARED_BAND
-
-    def _kernels_gain(self, micro_batch_seqs: int, accumulation_steps: int) -> float:
-        """How much faster than with eager kernels the setup is predicted to be, as a fraction; 0 for those."""
-        if not KERNELS[self._setup.kernels].parts:
-            return 0.0
-        plain = ThroughputProfile(self._speed, self._setup.replace_trusted(kernels="eager"))
-        steps = (micro_batch_seqs, accumulation_steps)
-        return plain.at(*steps)[0] / self.at(*steps)[0] - 1.0
 
     def notes(self) -> list[str]:
         """What a person must know of the card and of the model, one sentence each."""
@@ -349,17 +343,9 @@ def _encoder_time(speed: SpeedModel, setup: TrainSetup) -> "EncoderTime | None":
     return encoders.clips(speed, setup) if speed.model.encoder_tokens else encoders.pictures(speed, setup)
 
 
-def _host_note(slow_host: float, slower: float) -> list[str]:
+def _host_note(slow_host: float) -> list[str]:
     """One sentence where the host's kernel launches set the pace."""
     if slow_host < HOST_SAID:
         return []
-    words = f"a CPU {slower:.2g} times slower adds {slow_host:.0%}"
+    words = f"a CPU {HOST_SPREAD:.2g} times slower adds {slow_host:.0%}"
     return [f"Launching kernels takes the host much of this step: {words}."]
-
-
-def _beyond_note(beyond: float) -> list[str]:
-    """One sentence where the gain of fused kernels is predicted to be larger than any that was measured."""
-    if not beyond:
-        return []
-    gain = LARGEST_GAIN + beyond
-    return [f"Their predicted gain of {gain:.0%} is above the largest measured ({LARGEST_GAIN:.0%}): a wider band."]

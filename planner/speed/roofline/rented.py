@@ -44,10 +44,10 @@ BETWEEN_S, COLLATED_TOKEN_S = 2.5e-3, 3.0e-7
 """Between two steps: callbacks, and the next batch by its tokens (`between_s` of 26 TRL runs: 2 ms for 1,024 tokens, 5
 for 8,192, 8 for 16,384, 12 for 32,768)."""
 
-HOST_SLOWER_RENTED, HOST_FASTER = 1.3, 2.0
-"""How many times slower a rented machine's may be beside the one that was measured: the same steps took 1.0 to 1.35
-times as long while another process ran (benchmarks/data/h100). How many times faster a bare server's is: the published
-runs of ml_engineering on a B200, at 512 tokens."""
+HOST_SPREAD = 2.0
+"""How many times slower or faster a machine's may be than the one that is counted. Faster: a bare server's, by the
+published runs of ml_engineering on a B200, at 512 tokens. Slower: Colab's virtual CPUs took 1.6 to 1.8 times as long in
+steps that wait for them (lab21 on T4s, llama3_lora_bench on an A100: benchmarks/gathered.py)."""
 
 
 class Issued(NamedTuple):

@@ -9,6 +9,7 @@ from planner.hardware.gpu import GpuSpec
 from planner.options.kernels import LAYER_PARTS
 from planner.options.stacks import STACKS
 from planner.setup import TrainSetup
+from planner.speed.roofline.bands import Uncertainty
 from planner.speed.roofline.calibration import Calibration, Constants
 
 # `StepTime`: what the speed model answers about one setup.
@@ -46,8 +47,7 @@ class StepTime:
         flops: what the step needs on one GPU (forward and the gradients asked for; recomputation not counted).
         mfu_fraction: `flops` over the step time and the data sheet's rate for the compute type.
         tokens_per_s: tokens of all GPUs per second, padding included.
-        band_fraction: half-width of the 90 % band: the truth lies within step_time_s x or / (1 + band).
-        faster_fraction: by how much higher tokens/s may be, where that is less.
+        uncertainty: how far off it may be.
         notes: what a person must know, one sentence each.
     """
 
@@ -56,9 +56,13 @@ class StepTime:
     flops: float
     mfu_fraction: float
     tokens_per_s: float
-    band_fraction: float
-    faster_fraction: float | None = None
+    uncertainty: Uncertainty
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def band_fraction(self) -> float:
+        """By how much longer the step may take, in 9 of 10 runs."""
+        return self.uncertainty.slower_fraction
 
     def share(self, part: str) -> float:
         """The fraction of the step that `part` takes."""

@@ -118,15 +118,24 @@ class Rank:
         busy_parts["loss"] += self._gathered_logits_s(seqs)
         busy_parts = {name: longer * seconds for name, seconds in busy_parts.items()}
         busy = sum(busy_parts.values())
-        power = self.profile.family.work.power
-        host = self._host_s + self.profile.encoder_host_s(seqs)
-        wall = float((busy**power + (longer * host) ** power) ** (1.0 / power))
+        wall = self._wall_s(busy, seqs, longer)
         without_gradients = busy_parts.get(WITHOUT_GRADIENTS, 0.0)
         forward = (busy - without_gradients - busy_parts["recompute"]) * (
             1 / 3 if self._setup.method == "full" else 0.4
         )
         scale = wall / busy if busy else 0.0
         return Micro({**busy_parts, "host": wall - busy}, scale * forward, scale * (busy - without_gradients - forward))
+
+    def _wall_s(self, busy_s: float, seqs: int, host_scale: float) -> float:
+        """Seconds of a micro-batch whose device is busy for so many, its host so many times slower than counted."""
+        power, host = self.profile.family.work.power, self._host_s + self.profile.encoder_host_s(seqs)
+        return float((busy_s**power + (host_scale * host) ** power) ** (1.0 / power))
+
+    def with_host_s(self, parts: Mapping[str, float], seqs: int, steps: int, host_scale: float) -> float:
+        """Seconds that a host so many times slower adds to a step of such parts."""
+        busy_s = sum(self.profile.micro_parts(seqs).values())
+        more = steps * (self._wall_s(busy_s, seqs, host_scale) - self._wall_s(busy_s, seqs, 1.0))
+        return more + (host_scale - 1) * parts.get("trainer", 0.0)
 
     def _gathered_logits_s(self, seqs: int) -> float:
         """A head split by vocabulary gathers its output: every rank runs the loss chain over all logits."""

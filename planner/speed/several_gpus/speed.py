@@ -6,6 +6,8 @@ where the engine prefetches or reduces in the background, unit by unit; what is 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from math import exp
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -15,12 +17,12 @@ from planner.hardware.gpu import GpuSpec
 from planner.memory.engines.base import ONE_GPU
 from planner.memory.rank_part import rank_parts
 from planner.models.spec import ModelSpec
-from planner.options.kernels import speed_band
 from planner.setup import FIELDS, TrainSetup
 from planner.speed.host import SLOW_HOST_BAND, moving_words
 from planner.speed.roofline import CURRENT, PARTS, Calibration, Conditions, StepTime
+from planner.speed.roofline.bands import Uncertainty, base_of
 from planner.speed.roofline.calibration import load_calibration
-from planner.speed.roofline.rented import collated_s
+from planner.speed.roofline.rented import HOST_SPREAD, collated_s
 from planner.speed.several_gpus import collectives as offload
 from planner.speed.several_gpus.collectives import (
     Collectives,
@@ -284,29 +286,32 @@ class LayoutProfile:
         total = sum(parts.values())
         flops = profile.flops(setup.micro_batch_seqs, steps)
         expert_band = EXPERT_PARALLEL_BAND if setup.expert_degree > 1 else 0.0
-        band = max(self._calibration.band_for(self._cluster.gpu), expert_band)
         unmeasured = profile.unmeasured_fraction(setup.micro_batch_seqs, steps, parts)
         unmeasured += SLOW_HOST_BAND * parts.get("offload", 0.0) / total
         unmeasured += DTENSOR_BAND * by_dtensor(setup) * parts.get("host", 0.0) / total
-        band = max(band, self._calibration.bands.get("spread", band))
-        compared = speed_band(band, setup.kernels, self._cluster.gpu.key, compiled=setup.compiled)
-        band = max(compared + unmeasured, profile.judged)
-        slower, faster = self._link_sides(setup, total, band)
+        more_s = partial(loop.ranks[index].with_host_s, parts, setup.micro_batch_seqs, steps)
+        gpu, used = self._cluster.gpu, self._calibration
+        base, gained = base_of("formula", gpu, used, several=True), 1 + profile.gained_s(setup) / total
         return StepTime(
             step_time_s=total,
             parts_s=parts,
             flops=flops,
             mfu_fraction=profile.mfu_fraction(flops, total),
             tokens_per_s=setup.tokens_per_step / total,
-            band_fraction=slower,
-            faster_fraction=faster if faster < slower else None,
-            notes=(*profile.notes(), *self._notes(), *self._link_note(setup, total, band)),
+            uncertainty=Uncertainty(
+                base=base,
+                slower=(1 + more_s(HOST_SPREAD) / total, self._at_links(setup, total, slow=True), gained),
+                faster=(1 + more_s(1 / HOST_SPREAD) / total, self._at_links(setup, total, slow=False), 1 / gained),
+                unmeasured=unmeasured,
+                judged=max(profile.judged, expert_band),
+            ),
+            notes=(*profile.notes(), *self._notes(), *self._link_note(setup, total, exp(base.width) - 1)),
         )
 
     def _link_note(self, setup: TrainSetup, total: float, band: float) -> list[str]:
         if self._cluster.within.kind != "pcie":
             return []
-        if self._off(setup, total, band, self._loop.at_links(slow=True, network=False)) <= LINK_MATTERS * band:
+        if wider(band, self._at_links(setup, total, slow=True, network=False)) <= LINK_MATTERS * band:
             return []
         rate = link_rate(self._cluster, self._cluster.within, self._calibration.layout_constants)
         return [
@@ -317,19 +322,12 @@ class LayoutProfile:
             )
         ]
 
-    def _link_sides(self, setup: TrainSetup, total: float, band: float) -> tuple[float, float]:
-        """By how much longer and shorter the step may take, where its own band is `band` and nobody knows how fast the
-        links are: both are independent."""
+    def _at_links(self, setup: TrainSetup, total: float, *, slow: bool, network: bool = True) -> float:
+        """How many times as long the step takes with links as slow, or as fast, as they may be."""
         if link_spread(self._cluster.within) == link_spread(self._cluster.between) == 1.0:
-            return band, band
-        slower, faster = (self._off(setup, total, band, self._loop.at_links(slow=slow)) for slow in (True, False))
-        return slower, faster
-
-    @staticmethod
-    def _off(setup: TrainSetup, total: float, band: float, other: Loop) -> float:
-        """A step's band where it may be as long as with other links."""
-        other_s = other.step_s(setup.optimizer, setup.micro_batch_seqs, setup.accumulation_steps)
-        return wider(band, other_s / total)
+            return 1.0
+        other = self._loop.at_links(slow=slow, network=network)
+        return other.step_s(setup.optimizer, setup.micro_batch_seqs, setup.accumulation_steps) / total
 
     def _notes(self) -> list[str]:
         if self._setup.expert_degree > 1:
