@@ -57,7 +57,7 @@ def test_memory_that_is_the_hosts_too_takes_nothing_off_the_gpu() -> None:
     refused = refusal_of(plan_request("Qwen/Qwen2.5-32B", "gb10", **arguments))
     assert not any("host" in suggestion.action for suggestion in refused.suggestions)
     assert refused.nearest.setup.offload == "none"
-    alone = refusal_of(plan_request("Qwen/Qwen2.5-32B", "gb10", fixed={"method": ("full",)}))
+    alone = plan_workload(plan_request("Qwen/Qwen2.5-32B", "gb10", fixed={"method": ("full",)}), helped=False)
     assert "paged" not in alone.nearest.setup.optimizer
     whole = {"method": ("full",), "offload": ("optimizer",)}
     with pytest.raises(UsageError, match="the host's memory is the GPU's own"):

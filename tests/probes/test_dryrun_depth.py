@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt-neo local and global": ("gpt_neo", {"num_layers": 8, "attention_types": [[["global", "local"], 4]]}, {}),
 }
 SOME = (
-    "llama every third layer", "gemma2 int8, dropout", "deepseek dense first",
+    "gemma2 int8, dropout", "deepseek dense first",
     "starcoder2 qlora, the first layer's input in 16 bits",
 )  # fmt: skip
 """Each pattern of layers, quantization and accumulation once."""

@@ -76,9 +76,9 @@ DEPTHS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 SOME = (
-    "ddp full, accumulation", "expert parallel inside fsdp2", "fsdp2 nf4", "tensor full, tied",
+    "expert parallel inside fsdp2", "fsdp2 nf4", "tensor full, tied",
 )  # fmt: skip
-"""Each engine, method and accumulation once."""
+"""Each method, accumulation and way of cutting once."""
 
 
 def _setup(**fields: Any) -> TrainSetup:

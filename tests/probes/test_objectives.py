@@ -66,7 +66,7 @@ UNLIKE = [name for name, row in OBJECTIVES.items() if not row.supervised]
 
 @pytest.mark.parametrize(
     ("objective", "changes"),
-    [(name, {"method": "lora"}) for name in these(set(UNLIKE) - {"rloo"}, UNLIKE)] + [*some(MORE, 4)],
+    [(name, {"method": "lora"}) for name in these(set(UNLIKE) - {"rloo"}, UNLIKE)] + [*some(MORE, 6)],
 )
 def test_formula_and_dry_run_agree(objective: str, changes: dict[str, Any]) -> None:
     report = agreed(objective, changes)

@@ -40,6 +40,13 @@ def test_a_real_layer_keeps_megatrons_ten_whole_and_sixteen_cut(degree: int) -> 
     assert sum(parts.stored.values()) / model.num_layers / paper == pytest.approx(1.06, abs=0.02)
 
 
+def test_one_rank_is_the_model_itself() -> None:
+    model = loaded("qwen/qwen2.5-1.5b")
+    (part,) = rank_parts(model, TrainSetup(num_gpus=4, parallel="ddp"))
+    assert part.model is model
+    assert (part.num_ranks, part.first, part.last, part.in_flight) == (4, True, True, 1)
+
+
 @pytest.mark.parametrize("degree", [2, 3, 5, 8])
 def test_stages_hold_the_whole_model_once(degree: int) -> None:
     """Every parameter is on exactly one stage; the remainder of the layers goes to the first ones."""

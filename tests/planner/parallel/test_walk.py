@@ -36,11 +36,14 @@ def _workload(name: str, gpu: str, num_gpus: int, **fixed: tuple[object, ...]) -
 
 @pytest.mark.parametrize(
     ("name", "gpu", "num_gpus"),
-    [
-        ("qwen/qwen2.5-1.5b", "rtx-4090", 2),
-        ("meta-llama/llama-3.1-8b", "h100-sxm", 16),
-        ("allenai/olmoe-1b-7b-0924", "h100-sxm", 8),
-    ],
+    some(
+        [
+            ("qwen/qwen2.5-1.5b", "rtx-4090", 2),
+            ("meta-llama/llama-3.1-8b", "h100-sxm", 16),
+            ("allenai/olmoe-1b-7b-0924", "h100-sxm", 8),
+        ],
+        2,
+    ),
 )
 def test_walk_peak_equals_the_worst_rank_of_memory_of(name: str, gpu: str, num_gpus: int) -> None:
     workload = _workload(name, gpu, num_gpus)
