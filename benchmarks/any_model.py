@@ -200,6 +200,7 @@ def _told(plan: Mapping[str, Any]) -> dict[str, Any]:
     formula = chosen["formula"]
     setup = {name: chosen["setup"][name] for name in ("method", "checkpointing", "micro_batch_seqs")}
     line |= {"setup": setup, "formula_band": formula["memory_band_fraction"], "level": formula["level"]}
+    line |= {"kind": "mixers"} if line["kind"] == "dense" and line["formula_band"] >= MIXER_BAND else {}
     line["written"] = [
         launch["target"] for launch in plan["launch"] if launch["files"] and launch["target"] != "accelerate"
     ]
