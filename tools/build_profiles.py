@@ -236,7 +236,8 @@ def as_people_write(
 ) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What files ask that no plan walks, by key: of what is walked with all layers checkpointed or none transformers'
     own kernels and a dropout; and what 722 published files ask most (docs/step-profiles.md)."""
-    cases = [(setup, GPU) for setup in _of_files(tuple(by_model_type("peft_targets").get(model.model_type, ())))]
+    by_itself = tuple(by_model_type("peft_targets").get(model.model_type, ()))
+    cases = [(setup, GPU) for setup in (*_of_files(by_itself), *_of_other_files(by_itself))]
     for setup, gpu in walked:
         other = setup.activation_offload or setup.selective_checkpointing or setup.loss == "liger"
         if setup.checkpointing <= 1 and not other:
@@ -286,6 +287,31 @@ def _of_files(by_itself: tuple[str, ...]) -> Iterator[TrainSetup]:
             yield from (of_few.replace(**kept) for kept in (_CHECKPOINTED, _REENTRANT, _KEPT))
             yield of_few.replace(lora_dropout=0.0, **_REENTRANT)
             yield of_few.replace(lora_dropout=0.0, **on_host)
+
+
+def _of_other_files(by_itself: tuple[str, ...]) -> Iterator[TrainSetup]:
+    """16-bit adapters without checkpoints (LitGPT, whose own loss comes beside), of queries and values or of all but
+    the gate; TRL's and transformers' own defaults with chunks; k-bit's fp32 cast."""
+    usual: dict[str, Any] = {"accumulation_steps": 2, "optimizer": "adamw", "loss": "full", "kernels": "eager"}
+    whole = TrainSetup(method="full", lora_rank=0, precision="bf16-autocast", **usual, **_CHECKPOINTED)
+    for kernels, kept in (("liger", _CHECKPOINTED), ("liger", _REENTRANT), ("eager", _REENTRANT)):
+        yield whole.replace(loss="chunked", kernels=kernels, **kept)
+    yield whole.replace(precision="bf16-mixed", loss="chunked", **_REENTRANT)
+    yield whole.replace(precision="bf16-pure", **_KEPT)
+    for method, quantization in (("lora", "none"), ("qlora", "nf4"), ("qlora", "nf4-double")):
+        adapters = whole.replace(method=method, quantization=quantization, lora_rank=16, lora_dropout=0.05)
+        for few in ("all-linear", by_itself) if by_itself else ("all-linear",):
+            if quantization != "nf4-double":
+                yield adapters.replace(precision="bf16-pure", adapter_dtype="bf16", lora_targets=few, **_KEPT)
+            if quantization != "nf4":
+                fp32 = adapters.replace(adapter_dtype="fp32", lora_targets=few)
+                yield fp32.replace(precision="bf16-pure", lora_dropout=0.0, **_REENTRANT)
+                yield fp32.replace(kbit_fp32_cast=method == "qlora", **_REENTRANT)
+        yield adapters.replace(adapter_dtype="bf16" if method == "qlora" else "fp32")
+        yield adapters.replace(adapter_dtype="fp32", lora_targets=_NO_GATE, **_REENTRANT)
+
+
+_NO_GATE = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
 
 
 def stored_profiles(path: Path) -> dict[str, StepProfile]:

@@ -1,16 +1,18 @@
 """The memory of every distinct rank of a setup: by its step profile, or by closed forms. One GPU is a layout of one."""
 
 from dataclasses import replace
+from typing import Any
 
 from planner.hardware.gpu import GpuSpec
 from planner.memory.engines import engine_of
 from planner.memory.profiles import ProfiledStep, profiled_breakdown, profiled_step
 from planner.memory.rank_part import followers, rank_parts
-from planner.memory.step import StepTerms, breakdown
+from planner.memory.step import breakdown
 from planner.models.spec import ModelSpec
 from planner.options.layouts import SHARDED
-from planner.setup import TrainSetup
-from planner.setup.memory_terms import PHASES, MemoryBreakdown, RankMemory
+from planner.options.stacks import DEFAULT
+from planner.setup import DEFAULTS, OF_OTHERS, TrainSetup
+from planner.setup.memory_terms import PHASES, MemoryBreakdown, MemoryTerm, RankMemory
 
 
 def step_profile_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProfiledStep | None:
@@ -26,8 +28,8 @@ def step_profile_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Profil
 def memory_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
     """The memory of every distinct rank, the largest device peak first: of one GPU, of DDP, FSDP2 and ZeRO by the
     structure's step profile where there is one (`MemoryBreakdown.profiled`), else by closed forms (`rank_memories`)."""
-    if setup.pads:
-        return _padded(model, gpu, setup)
+    if (other := _of_a_profile(setup)) != setup:
+        return _beside(model, gpu, setup, other)
     step = step_profile_of(model, gpu, setup)
     if step is None:
         return rank_memories(model, gpu, setup)
@@ -39,23 +41,43 @@ def memory_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMe
     return (RankMemory(name=part.name, num_ranks=part.num_ranks, breakdown=breakdown_of(step, gpu, setup, state)),)
 
 
-def _padded(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
-    """What a full micro-batch takes by its profile, and beside it what one with padding takes more by closed forms."""
-    full = setup.replace_trusted(uneven=False)
-    padded, (profiled, *_) = rank_memories(model, gpu, setup), memory_of(model, gpu, full)
+def _of_a_profile(setup: TrainSetup) -> TrainSetup:
+    """The setup that runs tell of, beside which closed forms say what padding, earlier packages, or a loss in pieces of
+    so many tokens take; the same where nothing is to be said."""
+    changed: dict[str, Any] = {"uneven": False} if setup.pads else {}
+    if setup.parallel not in SHARDED and setup.uses_older_code_paths:
+        changed |= {name: DEFAULTS[name] for name in OF_OTHERS}
+    if setup.parallel not in SHARDED and setup.loss == "full" and setup.trainer.loss_chunk_tokens:
+        changed["stack"] = DEFAULT
+    return setup.replace_trusted(**changed) if changed else setup
+
+
+def _beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, other: TrainSetup) -> tuple[RankMemory, ...]:
+    """What another setup takes by its profile, and beside it what this one takes more, or less, by closed forms."""
+    own, (profiled, *_) = rank_memories(model, gpu, setup), memory_of(model, gpu, other)
     if not profiled.breakdown.profiled:
-        return padded
-    after, before, terms = padded[0].breakdown, predict_memory(model, gpu, full), StepTerms()
+        return own
+    after, before = own[0].breakdown, predict_memory(model, gpu, other)
+    terms = list(profiled.breakdown.terms)
     for phase in PHASES:
-        more = after.phase_bytes[phase] - before.phase_bytes[phase]
-        terms.add((phase,), [("activations", "padding: its mask, keys and values of all heads", more)])
-    of_padding = terms.breakdown(gpu, setup, max(0, after.allocator_gap_bytes - before.allocator_gap_bytes))
-    breakdown = replace(
-        profiled.breakdown,
-        terms=(*profiled.breakdown.terms, *of_padding.terms),
-        allocator_gap_bytes=profiled.breakdown.allocator_gap_bytes + of_padding.allocator_gap_bytes,
-    )
+        if not (more := after.phase_bytes[phase] - before.phase_bytes[phase]):
+            continue
+        beside = MemoryTerm(category="activations", name=_BESIDE, size_bytes=more, phases=(phase,))
+        if more < 0:
+            largest = max((term for term in terms if phase in term.phases), key=lambda term: term.size_bytes)
+            elsewhere = tuple(other_phase for other_phase in largest.phases if other_phase != phase)
+            terms.remove(largest)
+            terms += [replace(largest, phases=elsewhere)] if elsewhere else []
+            beside = replace(largest, size_bytes=max(0, largest.size_bytes + more), phases=(phase,))
+        terms.append(beside)
+    gap = after.allocator_gap_bytes  # of another loss: its holes are none of what was run
+    if setup.pads:
+        gap = profiled.breakdown.allocator_gap_bytes + max(0, gap - before.allocator_gap_bytes)
+    breakdown = replace(profiled.breakdown, terms=tuple(terms), allocator_gap_bytes=gap)
     return (replace(profiled, breakdown=breakdown),)
+
+
+_BESIDE = "padding, a loss in pieces, earlier packages"
 
 
 def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdown:
