@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -68,14 +69,17 @@ def calls_of_all() -> Mapping[Line, frozenset[tuple[tuple[str, ...], ...]]]:
 
 
 def unlike() -> list[TrainSetup]:
-    """Of the sweep one of each combination of what a package can hang on."""
-    selected = {}
+    """Of the sweep two of each combination of what a package can hang on."""
+    seen: Counter[tuple[object, ...]] = Counter()
+    selected = []
     for setup in (*setups(), *EMBEDDINGS):
         names = ("quantized", "zero", "loss", "kernels", "attention", "packing")
         key = (setup.objective == "embedding", OPTIMIZERS[setup.optimizer].bitsandbytes)
         key += tuple(getattr(setup, name) for name in names)
-        selected.setdefault(key, setup)
-    return [*selected.values()]
+        seen[key] += 1
+        if seen[key] <= 2:
+            selected.append(setup)
+    return selected
 
 
 def largest_sets() -> list[tuple[Line, frozenset[str]]]:
