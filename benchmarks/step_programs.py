@@ -1,12 +1,12 @@
 """Step programs, and the formula, against the dry run's own prices at random sizes.
 
-    python -m benchmarks.step_programs --runs 1000 [--seed 1] [--out FILE]   # needs torch; resumable
+    python -m benchmarks.step_programs --runs 1000 [--seed 1] [--out FILE] [--models NAME ...] [--objectives]   # torch
     python -m benchmarks.step_programs --summary [FILE]
 
-A run is a structure that plans walk of a model that has programs, at any micro-batch, length, rank, accumulation and
-optimizer. The step is run on meta tensors and its operators are priced (`planner.speed.timeline.run_time`) on each card
-that runs these kernels, a point each: the program, which was compiled from one other run, and the formula are compared
-with that.
+Resumable. A run is a structure that plans walk of a model that has programs (`--objectives`: of other objectives), at
+any micro-batch, length, rank, accumulation and optimizer. The step is run on meta tensors and its operators are priced
+(`planner.speed.timeline.run_time`) on each card that runs these kernels, a point each: the program, which was compiled
+from one other run, and the formula are compared with that.
 """
 
 import argparse
@@ -41,21 +41,24 @@ CARDS = {
 """Cards that run the same kernels."""
 
 
-def with_programs() -> list[ModelSpec]:
-    """Models of the catalogue that have programs."""
-    every = (catalogue.load(name) for name in catalogue.names())
-    return [model for model in every if model is not None and programs_of(model) is not None]
+def with_programs(names: Sequence[str], objective: str) -> list[ModelSpec]:
+    """Models of the catalogue, or those that are named, that have programs."""
+    every = (catalogue.load(name) for name in names or catalogue.names())
+    return [model for model in every if model is not None and programs_of(model, objective) is not None]
 
 
-def drawn(seed: int) -> Iterator[tuple[ModelSpec, tuple[str, ...], TrainSetup]]:
+def drawn(
+    seed: int, names: Sequence[str] = (), *, objectives: bool = False
+) -> Iterator[tuple[ModelSpec, tuple[str, ...], TrainSetup]]:
     """Runs without end, each with the cards of its kernels."""
-    from probes.tracing.programs import program_structures
+    from probes.tracing.programs import objective_structures, program_structures
 
-    rng, models = random.Random(seed), with_programs()
+    rng, models = random.Random(seed), with_programs(names, "classification" if objectives else "sft")
+    structures = objective_structures if objectives else program_structures
 
     @cache
     def asked(place: int) -> list[tuple[str, tuple[TrainSetup, GpuSpec]]]:
-        return sorted(program_structures(models[place]).items(), key=lambda pair: pair[0])
+        return sorted(structures(models[place]).items(), key=lambda pair: pair[0])
 
     while True:
         place = rng.randrange(len(models))
@@ -68,6 +71,7 @@ def drawn(seed: int) -> Iterator[tuple[ModelSpec, tuple[str, ...], TrainSetup]]:
         }
         if setup.method != "full":
             sizes["lora_rank"] = rng.choice([4, 8, 16, 32, 64, 128, 256])
+        sizes["seq_len_tokens"] = min(sizes["seq_len_tokens"], model.learned_positions or sizes["seq_len_tokens"])
         yield model, CARDS[gpu.key], setup.replace(**sizes)
 
 
@@ -126,6 +130,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--models", nargs="*", default=())
+    parser.add_argument("--objectives", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("step_programs.jsonl"))
     parser.add_argument("--summary", nargs="?", const=RECORDED, type=Path)
     args = parser.parse_args()
@@ -137,7 +143,8 @@ def main() -> None:
     load_libraries()
     done = len(rows_so_far(args.out))
     with args.out.open("a", encoding="utf-8") as file:
-        for place, run in enumerate(islice(drawn(args.seed), args.runs)):
+        runs = drawn(args.seed, args.models, objectives=args.objectives)
+        for place, run in enumerate(islice(runs, args.runs)):
             if place < done:
                 continue
             try:

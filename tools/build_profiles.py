@@ -5,6 +5,7 @@ of layers each.
     python -m tools.build_profiles --structures NAME ...   # of these models' structures, for models of any size
     python -m tools.build_profiles --structures --add ...  # to the files what they lack of what people write
     python -m tools.build_profiles --programs [...]        # programs instead of profiles
+    python -m tools.build_profiles --objectives [...]      # programs of preferences, rewards and classification
     python -m tools.build_profiles --ranks [...]           # profiles of ranks that keep a part of the states
     python -m tools.build_profiles --minutes 20            # as many as fit; the next call goes on
     python -m tools.build_profiles --check 3 [--seed 1]    # some kept structures against fresh runs
@@ -19,10 +20,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.core.errors import UnknownModelError
 from planner.core.packed import read_packed, write_packed
@@ -53,10 +54,11 @@ from planner.models.structures import sizes_of, structure_of
 from planner.models.targets import dropout_refusal, unmatched_targets
 from planner.options.kernels import kernels_refusal
 from planner.options.losses import TRL_VOCAB_CHUNK
+from planner.options.optimizers import OPTIMIZERS
 from planner.planning.space import PLANNED_CHECKPOINTING
 from planner.setup import TrainSetup
+from planner.speed.step_program import OF_OBJECTIVES, save_programs
 from planner.speed.step_program import SHIPPED as PROGRAMS
-from planner.speed.step_program import save_programs
 from probes.dryrun import dry_run_report
 from probes.dryrun.report import DryRunReport
 from probes.tracing.profile_builder import (
@@ -68,7 +70,31 @@ from probes.tracing.profile_builder import (
     versions,
     with_fused_adapters,
 )
-from probes.tracing.programs import ProgramBuilder, program_structures
+from probes.tracing.programs import ProgramBuilder, objective_structures, program_structures
+
+
+class Programs(NamedTuple):
+    """Where programs lie, of which structures of a model they are, and the optimizers whose steps they hold."""
+
+    directory: Path
+    structures: Callable[[ModelSpec], dict[str, tuple[TrainSetup, GpuSpec]]]
+    optimizers: Sequence[str]
+
+    def save(
+        self, path: Path, model: ModelSpec, sizes: Mapping[str, int] | None = None
+    ) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+        """The programs that were written, and why others could not be made."""
+        builder = ProgramBuilder(model, self.optimizers)
+        if programs := builder.all(self.structures(model)):
+            save_programs(path, builder.tables, programs, versions(), sizes)
+        return programs, builder.failures
+
+
+USUAL_PROGRAMS = Programs(PROGRAMS, program_structures, tuple(OPTIMIZERS))
+OBJECTIVE_PROGRAMS = Programs(
+    OF_OBJECTIVES, objective_structures, ("adamw-fused", "adamw", "adamw-8bit", "paged-adamw-8bit")
+)
+"""Of the optimizers that plans walk, and transformers' earlier default; another's step is the formula's."""
 
 GPU = find_gpu(CARDS[0])
 SPACINGS = [spacing for spacing in PLANNED_CHECKPOINTING if spacing]
@@ -115,16 +141,17 @@ def profiled(name: str) -> bool:
     return model is not None and path_of(model) is not None
 
 
-def build(names: list[str], minutes: float, *, programs: bool, ranks: bool, add: bool = False) -> None:
+def build(names: list[str], minutes: float, *, programs: Programs | None, ranks: bool, add: bool = False) -> None:
     """Builds the profiles that are not current, or programs, in order, until the time is up.
 
     Args:
         add: to the files that there are what they lack of what people write, and nothing else.
     """
-    end, shipped = time.monotonic() + 60 * minutes, PROGRAMS if programs else OF_RANKS if ranks else SHIPPED
+    end = time.monotonic() + 60 * minutes
+    shipped = programs.directory if programs else OF_RANKS if ranks else SHIPPED
     for name in names:
         model = catalogue.load(name)
-        if model is None or (not programs and not add and current(path_of(model, shipped))):
+        if model is None or (not add and current(path_of(model, shipped))):
             continue
         if time.monotonic() > end:
             return
@@ -137,10 +164,7 @@ def build(names: list[str], minutes: float, *, programs: bool, ranks: bool, add:
             print(f"{name}: {said}, {time.process_time() - started:.0f} CPU s", flush=True)
             continue
         if programs:
-            builder = ProgramBuilder(model)
-            built, failures = builder.all(program_structures(model)), builder.failures
-            if built:
-                save_programs(path, builder.tables, built, versions())
+            built, failures = programs.save(path, model)
         else:
             built, failures = build_profiles(model, ranks=ranks)
             if built:
@@ -162,7 +186,9 @@ def _added(
     return _said(path, built, builder.failures) or "nothing"
 
 
-def build_structures(names: list[str], minutes: float, *, programs: bool, ranks: bool, add: bool = False) -> None:
+def build_structures(
+    names: list[str], minutes: float, *, programs: Programs | None, ranks: bool, add: bool = False
+) -> None:
     """Builds the files of the structures of these models, each from a model of sizes that share no factor; `add` as in
     `build`."""
     end, built = time.monotonic() + 60 * minutes, set[str]()
@@ -172,8 +198,8 @@ def build_structures(names: list[str], minutes: float, *, programs: bool, ranks:
         if model is None or structure is None or structure in built or time.monotonic() > end:
             continue
         built.add(structure)
-        path = (OF_RANKS if ranks else SHIPPED) / f"{structure}.json.gz"
-        if (not programs and not add and current(path)) or (add and not path.exists()):
+        path = (programs.directory if programs else OF_RANKS if ranks else SHIPPED) / f"{structure}.json.gz"
+        if (not add and current(path)) or (add and not path.exists()):
             continue
         started = time.process_time()
         for own_heads in (True, False):  # some types take a head for a share of the features
@@ -184,21 +210,15 @@ def build_structures(names: list[str], minutes: float, *, programs: bool, ranks:
                 continue
             if not alike:
                 continue
-            made = _structure_programs(at_depth()) if programs else _structure_profiles(model, at_depth, ranks, add=add)
-            if summary := made:
+            if programs:
+                summary = _said(path, *programs.save(path, like := at_depth(), sizes_of(like)))
+            else:
+                summary = _structure_profiles(model, at_depth, ranks, add=add)
+            if summary:
                 print(f"{name}: {structure} {summary}, {time.process_time() - started:.0f} CPU s", flush=True)
                 break
         else:
             print(f"{name}: another structure at other sizes, or no run", flush=True)
-
-
-def _structure_programs(like: ModelSpec) -> str:
-    """What was written; nothing where no run was possible."""
-    builder = ProgramBuilder(like)
-    path = PROGRAMS / f"{structure_of(like)}.json.gz"
-    if programs := builder.all(program_structures(like)):
-        save_programs(path, builder.tables, programs, versions(), sizes_of(like))
-    return _said(path, programs, builder.failures)
 
 
 def _structure_profiles(model: ModelSpec, at_depth: Callable[..., ModelSpec], ranks: bool, *, add: bool = False) -> str:
@@ -457,6 +477,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop beginning new models after so long")
     parser.add_argument("--programs", action="store_true", help="programs (speed) instead of profiles (memory)")
+    parser.add_argument("--objectives", action="store_true", help="programs of other objectives than sft")
     parser.add_argument("--ranks", action="store_true", help="profiles of ranks that keep a part of the states")
     parser.add_argument("--structures", action="store_true", help="of their structures of layers, for any size")
     parser.add_argument("--add", action="store_true", help="to files that there are what they lack of what people ask")
@@ -467,13 +488,14 @@ def main() -> int:
     if args.check:
         return int(check(args.check, args.seed) > 0)
     names = args.names or list(catalogue.names())
+    programs = OBJECTIVE_PROGRAMS if args.objectives else USUAL_PROGRAMS if args.programs else None
     if args.confirm:
         confirm(names, args.confirm, args.seed)
     elif args.structures:
-        build_structures(names, args.minutes, programs=args.programs, ranks=args.ranks, add=args.add)
+        build_structures(names, args.minutes, programs=programs, ranks=args.ranks, add=args.add)
     else:
-        names = [name for name in names if args.names or not args.programs or profiled(name)]
-        build(names, args.minutes, programs=args.programs, ranks=args.ranks, add=args.add)
+        names = [name for name in names if args.names or not programs or profiled(name)]
+        build(names, args.minutes, programs=programs, ranks=args.ranks, add=args.add)
     return 0
 
 

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profiles import profiled_kind
 from planner.memory.rank_part import headed
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed.roofline import StepTime, ThroughputProfile, conditions_of, load_calibration, throughput_profile
-from planner.speed.step_program import programs_of
+from planner.speed.step_program import programmed_kind, programs_of
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
@@ -57,7 +56,7 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
 def _by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> "ProgramSpeed | ScaledSpeed | PaddedSpeed | None":
     """The speeds of a structure that has a step program, or nearly."""
     full = setup.replace_trusted(uneven=False) if setup.pads else setup
-    if programs_of(model) is None or not profiled_kind(full.replace_trusted(compile=False)):
+    if programs_of(model, setup.objective) is None or not programmed_kind(full.replace_trusted(compile=False)):
         return None
     from planner.speed.sized import PaddedSpeed, speed_by_program  # late: few models have programs
 

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from planner.hardware.gpu import GpuSpec
-from planner.memory.profiles import MONOMIALS, profiled_kind, program_key, respaced
+from planner.memory.profiles import MONOMIALS, program_key, respaced
 from planner.models.spec import ModelSpec
 from planner.options.adapters import ADAPTERS
 from planner.options.losses import LOSSES
@@ -36,6 +36,7 @@ from planner.speed.step_program import (
     SizedLayout,
     SizedOperator,
     StepProgram,
+    programmed_kind,
     programs_of,
 )
 from planner.speed.timeline import (
@@ -563,12 +564,13 @@ def speed_by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Progr
     checkpoints lie, in which matrices are adapted, in what peft casts, in its kernels (attention's too), or in being
     compiled: what a plan compares errs alike."""
     speed = program_speed(model, gpu, setup)
-    if speed is not None or programs_of(model) is None:
+    if speed is not None or programs_of(model, setup.objective) is None:
         return speed
     changed: dict[str, Any] = {
         "activation_offload": False,
         "compile": False,
         "kbit_fp32_cast": False,
+        "precomputed_reference": False,
         "quantize_experts": False,
         "selective_checkpointing": False,
     }
@@ -594,9 +596,9 @@ def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramS
     """The speeds of a setup by its structure's program; None where it has none, or where what it moves to the host is
     no operator. Reentrant checkpoints are those of programs without their hooks (`HOOK_S`): -4 to +2 % of six dry
     runs' tokens/s, of which their forward without a graph, which is not counted, makes the most."""
-    if not profiled_kind(setup) or setup.activation_offload or gpu.vendor != "NVIDIA":
+    if not programmed_kind(setup) or setup.activation_offload or gpu.vendor != "NVIDIA":
         return None
-    programs = programs_of(model)
+    programs = programs_of(model, setup.objective)
     if programs is None or setup.kernels not in programs.words or (programs.any_size and _beyond_window(model, setup)):
         return None
     issued = setup.replace_trusted(reentrant_checkpointing=False) if setup.reentrant_checkpointing else setup

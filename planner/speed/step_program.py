@@ -13,12 +13,17 @@ from typing import Any, NamedTuple
 
 from planner.core.packed import read_packed, write_packed
 from planner.core.shipped import DATA
-from planner.memory.profiles import Form, config_digest, library_versions, user_directory, user_path
+from planner.memory.profiles import Form, config_digest, library_versions, profiled_kind, user_directory, user_path
 from planner.models.spec import ModelSpec
 from planner.models.structures import Resizer, sizes_of, structure_of
+from planner.setup import TrainSetup
 
 SCHEMA = 1
 SHIPPED = DATA / "programs"
+OF_OBJECTIVES = DATA / "objective_programs"
+"""Files of their own: a plan of supervised training reads none of these."""
+OBJECTIVES = ("dpo", "kto", "orpo", "reward", "classification")
+"""Whose steps issue what their samples' sizes alone decide; a generation's length is none of them."""
 
 
 class SizedLayout(NamedTuple):
@@ -279,9 +284,19 @@ def save_programs(
     write_packed(path, raw)
 
 
-def programs_of(model: ModelSpec) -> ModelPrograms | None:
-    """All programs of a model: those that the user made with the libraries that are installed, else shipped ones."""
-    return model.once("programs", _read_programs)
+def programmed_kind(setup: TrainSetup) -> bool:
+    """Whether programs are made of such setups: of what profiles are made of, and of more objectives, whose loss may be
+    cut into tiles: a program says what one tile issues."""
+    alike = setup.replace_trusted(objective="sft") if setup.objective in OBJECTIVES else setup
+    return profiled_kind(alike)
+
+
+def programs_of(model: ModelSpec, objective: str = "sft") -> ModelPrograms | None:
+    """The programs of a model for supervised training, or those of its other objectives: those that the user made with
+    the libraries that are installed, else shipped ones."""
+    if objective not in OBJECTIVES:
+        return model.once("programs", _read_programs)
+    return model.once(("programs", objective), lambda spec: _read_programs(spec, OF_OBJECTIVES, objective))
 
 
 def user_programs(model: ModelSpec) -> Path:
@@ -289,17 +304,18 @@ def user_programs(model: ModelSpec) -> Path:
     return user_path(model).with_name(f"programs-{user_path(model).name}")
 
 
-def _read_programs(model: ModelSpec) -> ModelPrograms | None:
-    digest = config_digest(model.config)
+def _read_programs(model: ModelSpec, directory: Path | None = None, objective: str = "") -> ModelPrograms | None:
+    digest, directory = config_digest(model.config), directory or SHIPPED
     for path in user_directory().glob(f"programs-{digest}-*.json.gz"):
         programs = load_programs(path)
         if (
             programs is not None
             and {name: programs.versions.get(name) for name in library_versions()} == library_versions()
+            and (not objective or f"objective={objective}" in programs.words)
         ):
             return programs
-    shipped = load_programs(SHIPPED / f"{digest}.json.gz")
-    if shipped is None and (raw := resized_programs(model)) is not None:
+    shipped = load_programs(directory / f"{digest}.json.gz")
+    if shipped is None and (raw := resized_programs(model, directory)) is not None:
         return ModelPrograms(raw)
     return shipped
 
@@ -307,7 +323,7 @@ def _read_programs(model: ModelSpec) -> ModelPrograms | None:
 @lru_cache(maxsize=8)
 def load_programs(path: Path) -> ModelPrograms | None:
     """The programs of a file; None where there is none that can be read."""
-    raw = read_packed(path, SCHEMA, shipped=path.parent == SHIPPED)
+    raw = read_packed(path, SCHEMA, shipped=path.parent in (SHIPPED, OF_OBJECTIVES))
     return ModelPrograms(raw) if raw and raw["programs"] else None
 
 
@@ -368,8 +384,8 @@ def _listed(factor: float, listed: int, to: Resizer) -> float:
     return to.size(factor)
 
 
-def resized_programs(model: ModelSpec) -> dict[str, Any] | None:
+def resized_programs(model: ModelSpec, directory: Path) -> dict[str, Any] | None:
     """The tables of a model whose structure was run at other sizes; None where it was not."""
     structure = structure_of(model)
-    raw = read_packed(SHIPPED / f"{structure}.json.gz", SCHEMA, shipped=True) if structure else None
+    raw = read_packed(directory / f"{structure}.json.gz", SCHEMA, shipped=True) if structure else None
     return resized(raw, sizes_of(model)) if raw else None

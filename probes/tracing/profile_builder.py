@@ -56,10 +56,13 @@ NOT_PROFILED = (NoPolynomial, RepetitionError, ValueError, TypeError, RuntimeErr
 
 
 def planned_structures(
-    model: ModelSpec, cards: Sequence[str] = CARDS, request: PlanRequest | None = None
+    model: ModelSpec,
+    cards: Sequence[str] = CARDS,
+    request: PlanRequest | None = None,
+    covers: Callable[[TrainSetup], bool] = profiled_kind,
 ) -> dict[str, tuple[TrainSetup, GpuSpec]]:
-    """What plans of this model on such cards walk, by key: all but what another dominates; of encoders,
-    which predict no next token, what they classify with."""
+    """What plans of this model on such cards walk, by key: all that can be run (`covers`) but what another dominates;
+    of encoders, which predict no next token, what they classify with."""
     structures: dict[str, tuple[TrainSetup, GpuSpec]] = {}
     usual = PlanRequest(fixed={"objective": ("classification",)} if model.reads_both_ways else {})
     for name in cards:
@@ -72,7 +75,7 @@ def planned_structures(
                 setup = run.shared.replace_trusted(loss=loss)
                 plain = [setup.replace_trusted(quantization="nf4")] * (setup.quantization == "nf4-double")
                 for variant in (setup, *plain):  # plain scales are walked where speed alone counts
-                    if profiled_kind(variant):
+                    if covers(variant):
                         structures.setdefault(structure_key(model, gpu, variant), (variant, gpu))
     return structures
 

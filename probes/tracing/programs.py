@@ -16,9 +16,11 @@ from planner.memory.profiles import MONOMIALS, Form, program_key
 from planner.models.spec import ModelSpec
 from planner.options.losses import LOSSES
 from planner.options.optimizers import OPTIMIZERS
+from planner.planning.plan_request import PlanRequest
 from planner.setup import TrainSetup
 from planner.speed.operators import ISSUERS, TRAINER, Layout, Operator, Program, Segment
 from planner.speed.step_program import (
+    OBJECTIVES,
     ONCE,
     TILES,
     Blocks,
@@ -30,6 +32,7 @@ from planner.speed.step_program import (
     StepProgram,
     Tables,
     flat,
+    programmed_kind,
 )
 from probes.dryrun.depths import DepthPlan, plan_depth
 from probes.dryrun.layer_map import LayerMap
@@ -41,8 +44,9 @@ from probes.stack.configs import load_config
 from probes.tracing.profile_builder import CARDS, NOT_PROFILED, planned_structures, with_fused_adapters
 
 _SEQS = (23, 29, 31, 37, 43, 47)
-_TOKENS = (1307, 1319, 1367, 1187)
-"""Twice a prime and one: a length and the length less one both have a large prime factor."""
+_TOKENS = (1307, 1319, 1367, 1187, 467, 383, 359, 347)
+"""Twice a prime and one: a length and the length less one both have a large prime factor. The short ones are for models
+of so many positions."""
 _CHUNK, _CHUNKED = 64, (1187, 1823, 2579, 2963)
 """Tokens that a linear attention in plain PyTorch takes at once, and lengths of a prime number of such chunks.
 
@@ -67,6 +71,7 @@ class Primes:
     """A micro-batch, length and rank whose factors tell dimensions apart for a model of such numbers.
 
     Args:
+        longest: the longest sequence that the model takes; 0: any.
         chunked: some layers walk through their tokens in chunks.
         alike: whether of so many tokens a tile of some loss has the size of something else.
 
@@ -75,7 +80,12 @@ class Primes:
     """
 
     def __init__(
-        self, numbers: Iterable[int], *, chunked: bool = False, alike: Callable[[int], bool] = lambda _: False
+        self,
+        numbers: Iterable[int],
+        *,
+        longest: int = 0,
+        chunked: bool = False,
+        alike: Callable[[int], bool] = lambda _: False,
     ) -> None:
         constants = [number for number in numbers if number > 1]
 
@@ -87,7 +97,9 @@ class Primes:
         self.tokens = next(
             tokens
             for tokens in (_CHUNKED if chunked else _TOKENS)
-            if all(number % tokens and number % ((tokens - 1) // 2) for number in constants)
+            if tokens <= (longest or tokens)
+            and not {-(-tokens // to) * to for to in _ALIGNED} & {*constants}
+            and all(number % tokens and number % ((tokens - 1) // 2) for number in constants)
             and not (chunked and any(number % -(-tokens // _CHUNK) == 0 for number in constants))
         )
         self.seqs = first([seqs for seqs in _SEQS if not alike(seqs * self.tokens)], lambda seqs: seqs)
@@ -141,6 +153,20 @@ def numbers_of(config: Any) -> Iterator[int]:
         yield config
 
 
+def objective_structures(
+    model: ModelSpec, objectives: Sequence[str] = OBJECTIVES
+) -> dict[str, tuple[TrainSetup, GpuSpec]]:
+    """What plans of other objectives walk, and the same with all logits at once, as older trainers have them."""
+    by_key: dict[str, tuple[TrainSetup, GpuSpec]] = {}
+    for objective in ("classification",) if model.reads_both_ways else objectives:
+        request = PlanRequest(fixed={"objective": (objective,)})
+        for setup, gpu in planned_structures(model, CARDS, request, programmed_kind).values():
+            if not setup.activation_offload and setup.checkpointing < 2:
+                for each in (setup, setup.replace(loss="full")):
+                    by_key.setdefault(program_key(model, gpu, each), (each, gpu))
+    return by_key
+
+
 def program_structures(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What plans of this model walk, and what people's own files ask (eager kernels, full fine-tuning all in 16 bits),
     with all layers checkpointed or none: of which any other spacing is put together."""
@@ -165,7 +191,12 @@ class ProgramBuilder:
         load_libraries()
         self._model, self._names, self.tables = model, optimizers, Tables()
         mixers = {kind.attention.kind for kind in model.layer_kinds if kind.attention is not None}
-        self._primes = Primes(numbers_of(dict(model.config)), chunked="linear" in mixers, alike=self._alike)
+        self._primes = Primes(
+            numbers_of(dict(model.config)),
+            longest=model.learned_positions or 0,
+            chunked="linear" in mixers,
+            alike=self._alike,
+        )
         self._steps: dict[Any, Mapping[str, Counts]] = {}
         self.failures: dict[str, str] = {}
 
