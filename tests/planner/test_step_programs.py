@@ -199,6 +199,18 @@ def test_shipped_programs_are_read() -> None:
         assert program.steps.keys() >= {"adamw-fused", "adamw-8bit"}, key
 
 
+def test_another_objective_has_programs_of_its_own() -> None:
+    preferences = FULL.replace(objective="dpo", loss="chunked")
+    speed = speed_profile(MODEL, H200, preferences)
+    assert isinstance(speed, ProgramSpeed)
+    assert speed.at(2, 1)[0] > 1.5 * speed_profile(MODEL, H200, FULL).at(2, 1)[0]  # pairs
+    answered = speed_profile(MODEL, H200, preferences.replace(precomputed_reference=True))
+    assert isinstance(answered, ScaledSpeed)  # like that with a reference
+    assert answered.at(2, 1)[0] < speed.at(2, 1)[0]
+    assert programs_of(MODEL).keys.isdisjoint(programs_of(MODEL, "dpo").keys)
+    assert programs_of(MODEL, "grpo") is programs_of(MODEL)
+
+
 def test_all_data_is_in_the_wheel() -> None:
     """setuptools takes the files that a pattern matches, not those of a directory that it matches."""
     root = Path(__file__).parents[2]

@@ -31,6 +31,16 @@ CASES = [
         {"micro_batch_seqs": 2, "seq_len_tokens": 512},
     ),
     (HYBRID, {"method": "lora", "loss": "chunked", "checkpointing": 1}, {"seq_len_tokens": 2048}),
+    (
+        SMALL,
+        {"method": "lora", "loss": "chunked", "objective": "dpo", "checkpointing": 1},
+        {"micro_batch_seqs": 3, "seq_len_tokens": 900, "accumulation_steps": 2},
+    ),
+    (
+        "google-bert/bert-base-uncased",
+        {"method": "full", "lora_rank": 0, "loss": "full", "objective": "classification"},
+        {"micro_batch_seqs": 6, "seq_len_tokens": 300},
+    ),
 ]
 NEAR = 0.003
 """A loss's last tile is counted as a part of a whole one; a later micro-batch's sums of gradients once."""
@@ -63,6 +73,9 @@ def test_sizes_are_read_off_their_factors() -> None:
     assert seqs != 23
     assert rank != 53
     assert primes.form(4096) == ((0, 4096.0),)
+    short = Primes([512, 768], longest=512)
+    assert short.tokens < 512
+    assert short.form(512) == ((0, 512.0),)  # which kernels would lengthen 467 to
     assert Primes([], alike=lambda rows: rows == 23 * 1307).seqs == 29  # a tile of the loss as wide as a layer
     assert primes.form(seqs * tokens) == ((3, 1.0),)
     assert primes.form(seqs * (tokens - 1)) == ((1, -1.0), (3, 1.0))
