@@ -155,7 +155,8 @@ def bare_model(
     auto = auto_class(config, head, seeing=seeing)
     if head == "score":
         config.num_labels = 1
-        config.pad_token_id = config.pad_token_id or 0  # the last token that is none gets the score
+        text = config.get_text_config()  # as TRL's trainer sets it
+        text.pad_token_id = text.pad_token_id or 0  # the last token that is none gets the score
     named = None if left_unnamed(config.to_dict(), attention) else attention
     with timm_encoders(config), torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation=named)

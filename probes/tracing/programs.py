@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from planner.core.errors import UsageError
 from planner.hardware.gpu import GpuSpec
 from planner.memory.profiles import MONOMIALS, Form, program_key
 from planner.models.spec import ModelSpec
@@ -160,7 +161,11 @@ def objective_structures(
     by_key: dict[str, tuple[TrainSetup, GpuSpec]] = {}
     for objective in ("classification",) if model.reads_both_ways else objectives:
         request = PlanRequest(fixed={"objective": (objective,)})
-        for setup, gpu in planned_structures(model, CARDS, request, programmed_kind).values():
+        try:
+            structures = planned_structures(model, CARDS, request, programmed_kind)
+        except UsageError:  # of a type that transformers gives no such head
+            continue
+        for setup, gpu in structures.values():
             if not setup.activation_offload and setup.checkpointing < 2:
                 for each in (setup, setup.replace(loss="full")):
                     by_key.setdefault(program_key(model, gpu, each), (each, gpu))

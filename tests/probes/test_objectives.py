@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.trace_vs_dryrun import config_of
 from planner.hardware.gpus import find_gpu
@@ -19,6 +20,9 @@ from planner.setup.interchange import setup_from_dict
 from planner.speed.operators import ISSUERS
 from planner.speed.prices import needed_flops
 from probes.dryrun import DryRunReport
+from probes.stack.build import bare_model
+from probes.stack.configs import load_config
+from tests.planner.helpers import loaded
 from tests.probes.dryrun_small import agreeing, dried, reported, small_spec
 from tests.whole import WHOLE, paired, some, these
 
@@ -188,3 +192,9 @@ def test_the_dry_run_is_what_trls_own_trainer_does(warm_programs: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     (row,) = json.loads(done.stdout.splitlines()[-1]).values()  # the trainer prints too
     assert abs(row["error_fraction"]) < TRACED
+
+
+def test_a_model_with_a_text_configuration_of_its_own_scores_by_that() -> None:
+    config = load_config(loaded("google/gemma-3-4b-it").config)
+    config.text_config.num_hidden_layers, config.text_config.layer_types = 1, config.text_config.layer_types[:1]
+    assert bare_model(config, torch.bfloat16, "sdpa", "score").config.get_text_config().pad_token_id == 0
