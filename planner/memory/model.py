@@ -28,8 +28,8 @@ def step_profile_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> Profil
 def memory_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMemory, ...]:
     """The memory of every distinct rank, the largest device peak first: of one GPU, of DDP, FSDP2 and ZeRO by the
     structure's step profile where there is one (`MemoryBreakdown.profiled`), else by closed forms (`rank_memories`)."""
-    if (other := _of_a_profile(setup)) != setup:
-        return _beside(model, gpu, setup, other)
+    if (other := _profiled_equivalent(setup)) != setup:
+        return _with_difference(model, gpu, setup, other)
     step = step_profile_of(model, gpu, setup)
     if step is None:
         return rank_memories(model, gpu, setup)
@@ -41,7 +41,7 @@ def memory_of(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> tuple[RankMe
     return (RankMemory(name=part.name, num_ranks=part.num_ranks, breakdown=breakdown_of(step, gpu, setup, state)),)
 
 
-def _of_a_profile(setup: TrainSetup) -> TrainSetup:
+def _profiled_equivalent(setup: TrainSetup) -> TrainSetup:
     """The setup that runs tell of, beside which closed forms say what padding, earlier packages, or a loss in pieces of
     so many tokens take; the same where nothing is to be said."""
     changed: dict[str, Any] = {"uneven": False} if setup.pads else {}
@@ -52,24 +52,24 @@ def _of_a_profile(setup: TrainSetup) -> TrainSetup:
     return setup.replace_trusted(**changed) if changed else setup
 
 
-def _beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, other: TrainSetup) -> tuple[RankMemory, ...]:
+def _with_difference(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, other: TrainSetup) -> tuple[RankMemory, ...]:
     """What another setup takes by its profile, and beside it what this one takes more, or less, by closed forms."""
-    own, (profiled, *_) = rank_memories(model, gpu, setup), memory_of(model, gpu, other)
+    closed_forms, (profiled, *_) = rank_memories(model, gpu, setup), memory_of(model, gpu, other)
     if not profiled.breakdown.profiled:
-        return own
-    after, before = own[0].breakdown, predict_memory(model, gpu, other)
+        return closed_forms
+    after, before = closed_forms[0].breakdown, predict_memory(model, gpu, other)
     terms = list(profiled.breakdown.terms)
     for phase in PHASES:
         if not (more := after.phase_bytes[phase] - before.phase_bytes[phase]):
             continue
-        beside = MemoryTerm(category="activations", name=_BESIDE, size_bytes=more, phases=(phase,))
+        difference = MemoryTerm(category="activations", name=_DIFFERENCE, size_bytes=more, phases=(phase,))
         if more < 0:
             largest = max((term for term in terms if phase in term.phases), key=lambda term: term.size_bytes)
             elsewhere = tuple(other_phase for other_phase in largest.phases if other_phase != phase)
             terms.remove(largest)
             terms += [replace(largest, phases=elsewhere)] if elsewhere else []
-            beside = replace(largest, size_bytes=max(0, largest.size_bytes + more), phases=(phase,))
-        terms.append(beside)
+            difference = replace(largest, size_bytes=max(0, largest.size_bytes + more), phases=(phase,))
+        terms.append(difference)
     gap = after.allocator_gap_bytes  # of another loss: its holes are none of what was run
     if setup.pads:
         gap = profiled.breakdown.allocator_gap_bytes + max(0, gap - before.allocator_gap_bytes)
@@ -77,7 +77,7 @@ def _beside(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, other: TrainSetup
     return (replace(profiled, breakdown=breakdown),)
 
 
-_BESIDE = "padding, a loss in pieces, earlier packages"
+_DIFFERENCE = "padding, a loss in pieces, earlier packages"
 
 
 def predict_memory(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> MemoryBreakdown:
