@@ -114,6 +114,8 @@ def _cell(workload: Workload, base: TrainSetup | None, rank: int, batch: int, ev
         fields["lora_rank"] = rank
     if not every:  # nothing is recomputed, so nothing of it is offloaded or kept
         fields |= {"activation_offload": False, "selective_checkpointing": False}
+    elif base.attention == "flash-attention-2":  # which leaves the graph of a checkpointed layer
+        fields["compile"] = False
     try:
         setup = base.replace(**fields)
     except SetupError:

@@ -602,7 +602,7 @@ def program_speed(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramS
     if programs is None or setup.kernels not in programs.words or (programs.any_size and _beyond_window(model, setup)):
         return None
     issued = setup.replace_trusted(reentrant_checkpointing=False) if setup.reentrant_checkpointing else setup
-    if setup.stack != DEFAULT and setup.trainer.runs_trainer and setup.objective != "classification":
+    if setup.stack != DEFAULT and setup.trainer.runs_trainer and setup.stack not in programs.words:
         issued = issued.replace_trusted(stack=DEFAULT, adapter_dtype=setup.resolved_adapter_dtype)
     key, apart = program_key(model, gpu, issued), setup.checkpointing
     program = programs.get(key)

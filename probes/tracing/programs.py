@@ -45,7 +45,7 @@ from probes.stack.configs import load_config
 from probes.tracing.profile_builder import CARDS, NOT_PROFILED, planned_structures, with_fused_adapters
 
 _SEQS = (23, 29, 31, 37, 43, 47)
-_TOKENS = (1307, 1319, 1367, 1187, 467, 383, 359, 347)
+_TOKENS = (1307, 1319, 1367, 1187, 467, 383, 359, 347, 227, 179)
 """Twice a prime and one: a length and the length less one both have a large prime factor. The short ones are for models
 of so many positions."""
 _CHUNK, _CHUNKED = 64, (1187, 1823, 2579, 2963)

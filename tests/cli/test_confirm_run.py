@@ -146,10 +146,10 @@ def test_the_run_is_the_highest_rung_of_the_plan_and_stays_in_the_store(
 def test_a_stored_run_corrects_the_next_plan_of_the_card(
     folder: Path, on_a_gpu: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The user's own store is read by every plan: a run at 0.6 times the promise moves its speed towards that."""
+    """The user's own store is read by every plan: a run at 0.4 times the promise moves its speed towards that."""
     from finetune_planner.app.levels import answered
 
-    on_a_gpu(speed=0.6)
+    on_a_gpu(speed=0.4)
     assert run(["confirm", str(folder), "--run", "trl"]) == 1
     assert "speed promised" in capsys.readouterr().out
     workload = plan_of(folder).workload
