@@ -185,13 +185,29 @@ Trainer(model=model, args=TrainingArguments(per_device_train_batch_size=words.ba
 """
 
 
-@pytest.mark.parametrize(("words", "batch"), [("--batch 16 --no-cache", 16), ("--batch_size=2", 2)])
-def test_the_beginning_of_an_option_is_the_option(words: str, batch: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PARSED)
+MAY_TAKE = {
+    "the rest is ignored": ("words = parser.parse_args()", "words, _ = parser.parse_known_args()"),
+    "others' code adds options": ("words =", "import own\nown.add_options(parser)\nwords ="),
+    "a computed option": ("words =", "parser.add_argument(own_name())\nwords ="),
+    "the rest is the program's": ("words =", "parser.add_argument('r', nargs=argparse.REMAINDER)\nwords ="),
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "batch", "lacks"),
+    [("--batch 16 --no-cache", 16, ""), ("--batch_size=2", 2, ""), ("--rank 8", 4, "takes no --rank")]
+    + [("--batch 2 --rank 8", 2, change) for change in MAY_TAKE],
+)
+def test_the_beginning_of_an_option_is_the_option_and_one_that_is_not_there_is_told(
+    words: str, batch: int, lacks: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(PARSED.replace(*MAY_TAKE.get(lacks, ("", ""))))
     (tmp_path / "run.sh").write_text(f"python train.py {words}\n")
     config = read_config(tmp_path / "run.sh")
     assert "micro_batch_seqs" not in {gap.field for gap in config.missing}
     assert config.setup.micro_batch_seqs == batch
+    told = [sentence for sentence in config.assumptions if "takes no" in sentence]
+    assert [lacks in sentence for sentence in told] == ([True] if lacks.startswith("takes") else [])
 
 
 @pytest.mark.parametrize(
@@ -256,9 +272,10 @@ SET_LATER = {
     "partial of a function": (
         "def make(kind, b):\n    return kind(batch=b)\nargs = functools.partial(make, Arguments)(b=2)"
     ),
-    "open set_dataloader": "args = Arguments(batch=4)\nargs.set_dataloader(train_batch_size=2)",
+    "set_training": "args = Arguments(batch=4).set_training(1e-4, 2)",
+    "set_dataloader": "args = Arguments('o')\nargs.set_dataloader(train_batch_size=2)",
     "shift": "args = Arguments(batch=1 << 1)",
-    "open under a condition": (
+    "under a condition": (
         "B = 4\ndef setup():\n    global B\n    if input():\n        B = 2\nsetup()\nargs = Arguments(batch=B)"
     ),
 }
@@ -274,7 +291,7 @@ def test_what_another_scope_a_partial_or_a_setter_says_is_read(name: str) -> Non
     )
     config = read_text(text, "train.py")
     is_open = "micro_batch_seqs" in {gap.field for gap in config.missing}
-    assert (is_open, is_open or config.setup.micro_batch_seqs) == (name.startswith("open"), is_open or 2)
+    assert (is_open, is_open or config.setup.micro_batch_seqs) == ((name == "under a condition"), is_open or 2)
 
 
 @pytest.mark.parametrize("asked", ["platform.system() == 'Windows'", "sys.platform == 'win32'", "os.name == 'nt'"])

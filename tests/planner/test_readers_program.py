@@ -44,6 +44,11 @@ BATCHES = {
         "from dataclasses import dataclass, field\n@dataclass\nclass C:\n    batch: int = field(default=4)\nc = C()\n",
         "c.batch",
     ),
+    "a table that classes of pydantic describe": (
+        "from pydantic import BaseModel\nclass Run(BaseModel):\n    batch: int = 8\n    steps: int = 2\n"
+        "class All(BaseModel):\n    run: Run = Run()\nc = All.model_validate({'run': {'batch': 4}})\n",
+        "c.run.batch",
+    ),
     "an environment default": ("import os\n", "int(os.environ.get('BATCH', '4'))"),
     "a known condition": ("import torch\n", "4 if torch.cuda.is_available() else 1"),
     "another maker's card": ("import torch\n", "1 if torch.xpu.is_available() else 4"),
@@ -663,6 +668,11 @@ SAY: dict[str, dict[str, object]] = {
         "def train(settings):\n    if not settings:\n        raise ValueError\n"
         "    SFTTrainer('gpt2', args=SFTConfig(per_device_train_batch_size=settings['batch'])).train()\n"
         "train(SETTINGS)\n": 5,
+        # programs that train on request are read as if asked
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--train', action='store_true')\n"
+        "a = p.parse_args()\ndef main(n):\n"
+        + TRAIN.format(batch="n").replace("\n", "\n    ")
+        + "\nif a.train:\n    main(4)\n": 4,
         # what leaves a loop that is followed
         "for size in sorted([7, 3, 5]):\n    if size > 4:\n        batch = size\n        break\n"
         + TRAIN.format(batch="batch"): 5,

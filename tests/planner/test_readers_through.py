@@ -203,10 +203,19 @@ SFTTrainer(model, args=SFTConfig(max_length=512, per_device_train_batch_size=a.s
 """
 
 
-@pytest.mark.parametrize("words", ["", "Qwen/Qwen3-0.6B 3"])
-def test_options_by_their_place_are_asked_for(words: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("Qwen/Qwen3-0.6B 3", True), ("--fast Qwen/Qwen3-0.6B --name x 3", True), ("-n=y Qwen/Qwen3-0.6B 3", True),
+        ("", False), ("Qwen/Qwen3-0.6B", False), ("--other 4 Qwen/Qwen3-0.6B 3", False),
+    ],
+)  # fmt: skip
+def test_options_by_their_place_are_those_of_the_command_line(words: str, given: bool) -> None:
     config = read_text(PLACED, "t.py", around=FileContext(arguments=tuple(words.split())))
-    assert {"model", "micro_batch_seqs"} <= set(open_fields(config))
+    if given:
+        says(config, "model_id micro_batch_seqs", ("Qwen/Qwen3-0.6B", 3))
+    else:
+        assert "micro_batch_seqs" in open_fields(config)
 
 
 MERGED = """

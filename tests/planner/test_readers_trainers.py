@@ -38,7 +38,10 @@ FILTERS = {
     "kept = {name: value for name, value in wishes.items() if name in allowed}\n",
     "a signature's keys": "allowed = inspect.signature(SFTConfig).parameters.keys()\n"
     "kept = {}\nfor name, value in wishes.items():\n    if name in allowed:\n        kept[name] = value\n",
+    "fields of a dataclass": "allowed = {one.name for one in fields(SFTConfig)}\n"
+    "kept = {name: value for name, value in wishes.items() if name in allowed}\n",
     "a class that is looked at from all sides": "def accepted(kind):\n    names: set[str] = set()\n"
+    "    if dataclasses.is_dataclass(kind):\n        names |= {one.name for one in fields(kind)}\n"
     "    names |= {one for one in inspect.signature(kind.__init__).parameters if one != 'self'}\n    return names\n"
     "allowed = accepted(SFTConfig) - {'args'}\n"
     "kept = {name: value for name, value in wishes.items() if name in allowed}\n",
@@ -161,24 +164,34 @@ BY_TRAINER = (
     + "args = SentenceTransformerTrainingArguments(per_device_train_batch_size=16, bf16=True)\n"
     + "SentenceTransformerTrainer(model=encoder, args=args, train_dataset=rows, loss=losses.LOSS(encoder)).train()\n"
 )
+BY_FIT = """
+word = models.Transformer("Qwen/Qwen3-0.6B", max_seq_length=256)
+encoder = SentenceTransformer(modules=[word, models.Pooling(8)])
+rows = [InputExample(texts=[one, other]) for one, other in pairs]
+loader = DataLoader(rows, shuffle=True, batch_size=16)
+encoder.fit(train_objectives=[(loader, losses.LOSS(encoder))], use_amp=True)
+"""
 
 
-def test_contrastive_training_is_read_from_its_trainer() -> None:
-    config = read(BY_TRAINER.replace("LOSS", "MultipleNegativesRankingLoss"))
+@pytest.mark.parametrize("body", [BY_TRAINER, BY_FIT])
+def test_contrastive_training_is_read_from_its_trainer(body: str) -> None:
+    config = read(body.replace("LOSS", "MultipleNegativesRankingLoss"))
     setup = config.setup
     assert (config.model_id, setup.objective, setup.stack) == ("Qwen/Qwen3-0.6B", "embedding", "sentence-transformers")
     assert (setup.micro_batch_seqs, setup.seq_len_tokens, config.missing) == (16, 256, ())
-    assert setup.precision == "bf16-autocast"
+    assert setup.precision == ("bf16-autocast" if body == BY_TRAINER else "fp16-mixed")
     assert any("hard negatives" in assumption for assumption in config.assumptions)
 
 
 @pytest.mark.parametrize("loss", ["CachedGISTEmbedLoss", "MatryoshkaLoss", "CoSENTLoss"])
-def test_other_losses_are_refused_by_name(loss: str) -> None:
+@pytest.mark.parametrize("body", [BY_TRAINER, BY_FIT])
+def test_other_losses_are_refused_by_name(body: str, loss: str) -> None:
     with pytest.raises(NotPlanned, match=loss):
-        read(BY_TRAINER.replace("LOSS", loss))
+        read(body.replace("LOSS", loss))
 
 
 HARD = {
+    "texts of three": BY_FIT.replace("[one, other]", "[one, other, third]"),
     "columns": BY_TRAINER + 'rows = rows.select_columns(["anchor", "positive", "negative"])\n',
     "mined": BY_TRAINER + "rows = mine_hard_negatives(rows, encoder)\n",
 }

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from planner.core.notes import risk
 from planner.frameworks.readers import common
 from planner.frameworks.readers.program import loops
 from planner.frameworks.readers.program.reading import Program
@@ -290,5 +291,7 @@ def note(
         arguments.approximate("a frozen encoder is counted as trained")
     if trained_times(program) > 1:
         arguments.assume("the program trains more than once: the first training is read")
+    for sentence in dict.fromkeys(program.not_taken):
+        arguments.assume(risk(sentence))
     for source in dict.fromkeys(program.sources):
         arguments.assume(f"{source} beside it was read as well")

@@ -36,6 +36,7 @@ class FileContext:
         read: files beside it that were found so far.
         decided: of a program, conditions that nothing in it decides -> how they are taken this time; others: both ways.
         uncalled: whether functions are read that nothing calls, where nothing trains otherwise.
+        open_switches: whether flags that nobody gave are not known (else they are off).
     """
 
     model: ModelSpec | None = None
@@ -52,6 +53,7 @@ class FileContext:
     read: set[Path] = field(default_factory=set)
     decided: Mapping[str, bool] = field(default_factory=dict)
     uncalled: bool = True
+    open_switches: bool = False
 
     @property
     def half(self) -> str:

@@ -1,12 +1,12 @@
 """Programs of sentence-transformers: what their trainer's call says of model, loss and data.
 
-Source: sentence-transformers 6.2 `SentenceTransformer`, `SentenceTransformerTrainer`.
+Source: sentence-transformers 6.2 `SentenceTransformer`, `SentenceTransformerTrainer`, `fit_mixin.py`.
 """
 
 from collections.abc import Iterable
 
 from planner.core.errors import NotPlanned
-from planner.frameworks.readers.program.values import CallResult, Constant, as_table, items_of, plain
+from planner.frameworks.readers.program.values import CallResult, Constant, Value, as_table, items_of, plain
 
 TRAINER = "SentenceTransformerTrainer"
 LOSS = "MultipleNegativesRankingLoss"
@@ -39,6 +39,26 @@ def loader_of(model: CallResult) -> CallResult:
         where=model.where,
         more=table.more if table is not None else "" if inner is None else f"{model.where}: model_kwargs is not known",
     )
+
+
+def fitted(model: CallResult, fit: CallResult) -> CallResult:
+    """`model.fit(train_objectives=...)` as the trainer that it makes: its loader's batch, AdamW, fp16 with AMP."""
+    given = fit.argument("train_objectives", 0)
+    pair = next(iter(items_of(given) or ()), None) if given is not None else None
+    parts = items_of(pair) if pair is not None else None
+    data, loss = parts if parts is not None and len(parts) == 2 else (None, None)
+    batch = data.argument("batch_size", 1) if isinstance(data, CallResult) else None
+    arguments = CallResult(
+        "SentenceTransformerTrainingArguments",
+        keywords={
+            "per_device_train_batch_size": batch or Constant(8 if data is not None else None, fit.where),
+            "fp16": fit.argument("use_amp") or Constant(False, fit.where),
+            "optim": Constant("adamw_torch", fit.where),
+        },
+        where=fit.where,
+    )
+    keywords: dict[str, Value] = {"model": model, "args": arguments}
+    return CallResult(TRAINER, keywords=keywords | ({"loss": loss} if loss is not None else {}), where=fit.where)
 
 
 def open_loss(trainer: CallResult, name: str) -> str:
@@ -75,6 +95,7 @@ def _columns(made: CallResult) -> int:
     """Columns of texts that a call gives its samples, 0 where it gives none."""
     if made.name == "mine_hard_negatives":
         return 3
-    if made.name not in ("from_dict", "select_columns") or not made.positional:
+    first = made.argument("texts") if made.name == "InputExample" else made.positional[0] if made.positional else None
+    if made.name not in ("InputExample", "from_dict", "select_columns") or first is None:
         return 0
-    return len([column for column in items_of(made.positional[0]) or () if plain(column) not in NO_COLUMNS])
+    return len([column for column in items_of(first) or () if plain(column) not in NO_COLUMNS])

@@ -67,6 +67,10 @@ BROUGHT = ("torch", "transformers", "yaml", "numpy", "tqdm", "packaging", "regex
 """What is there wherever transformers trains. Source: transformers 5.23's metadata."""
 
 
+VALIDATES = ("BaseModel", "BaseSettings")
+"""Classes of pydantic, which make an object of a table that a field's class describes."""
+
+
 def run(text: str, name: str, context: FileContext, label: Callable[[int], str] | None = None) -> Program:
     """Reads a program; `label` names a line of it ("cell 3, line 5") where line numbers are not the reader's.
 
@@ -79,20 +83,29 @@ def run(text: str, name: str, context: FileContext, label: Callable[[int], str] 
     try:
         sys.setrecursionlimit(max(usual, MAX_FRAMES))
         with size_budget():
-            reader = Reader(name, context, label)
-            reader.program.differentiates += [name] if ".backward(" in text else []
-            reader.whole(tree)
-            reader.program.starts = reader.makes_trainer()
-            with suppress(TooLong, ControlFlow):
-                if context.uncalled:
-                    reader.uncalled(reader.program.module)
-            return reader.program
+            return _read(tree, text, name, context, label)
     except (TooLong, RecursionError) as error:
         raise ConfigError(
             f"{name} computes more than is followed without running it", hint="plan trace runs it on a phantom GPU"
         ) from error
     finally:
         sys.setrecursionlimit(usual)
+
+
+def _read(tree: ast.Module, text: str, name: str, context: FileContext, label: Callable[[int], str] | None) -> Program:
+    reader = Reader(name, context, label)
+    reader.program.differentiates += [name] if ".backward(" in text else []
+    reader.whole(tree)
+    if "store_true" in text and context.arguments is None and not reader.makes_trainer():
+        retry = Reader(name, replace(context, open_switches=True), label)
+        retry.whole(tree)
+        if retry.makes_trainer():
+            return retry.program
+    reader.program.starts = reader.makes_trainer()
+    with suppress(TooLong, ControlFlow):
+        if context.uncalled:
+            reader.uncalled(reader.program.module)
+    return reader.program
 
 
 class Reader(Reading):
@@ -630,6 +643,7 @@ class Reader(Reading):
                 inner.names |= self.copied(parent.attributes)
                 made.parents += (parent,)
                 fields += parent.fields
+                made.kinds |= parent.kinds
                 made.base = made.base or parent.base
             elif isinstance(parent, ImportedName):
                 made.base = made.base or parent.path
@@ -637,6 +651,8 @@ class Reader(Reading):
         for statement in node.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 fields.append(statement.target.id)
+                kind = self.value(statement.annotation, scope) if isinstance(statement.annotation, ast.Name) else None
+                made.kinds |= {statement.target.id: kind} if isinstance(kind, Class) else {}
                 if statement.value is None:
                     inner.names[statement.target.id] = Unknown(
                         f"{self.place(statement, scope)}: {statement.target.id} has no default"
@@ -673,6 +689,10 @@ class Reader(Reading):
                 instance.attributes |= dict.fromkeys(made_by.fields[len(call.positional) :], Unknown(call.more))
             instance.attributes |= call.keywords
             instance.more = call.more
+            for name, kind in made_by.kinds.items() if made_by.base.rpartition(".")[2] in VALIDATES else ():
+                if isinstance(block := instance.attributes.get(name), DictValue):
+                    given = CallResult("", keywords=dict(block.entries), more=block.more, where=block.where)
+                    instance.attributes[name] = self.instance(kind, given)
             after = made_by.attributes.get("__post_init__")
             if isinstance(after, Function):
                 self.called(Function(after.node, after.scope, instance), CallResult("", where=call.where))

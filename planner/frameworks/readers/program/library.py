@@ -4,12 +4,13 @@ Everything else becomes a `Made`: the call itself, to be looked at by whoever kn
 """
 
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any
 
 from planner.frameworks.readers import loading, versions
+from planner.frameworks.readers.program.embedding import fitted
 from planner.frameworks.readers.program.options import (
     PARSERS,
     environment,
@@ -56,8 +57,29 @@ MAX_DIGITS = 400
 """To which `round` rounds; a float has 308 before the point."""
 
 
-SETTERS = ("set_training", "set_dataloader", "set_evaluate", "set_testing", "set_optimizer")
-"""Methods of transformers' TrainingArguments that set several of its fields at once."""
+SETTERS: Mapping[str, Mapping[str, tuple[int, str, Any]]] = {
+    "set_training": {
+        "batch_size": (1, "per_device_train_batch_size", 8),
+        "gradient_accumulation_steps": (5, "gradient_accumulation_steps", 1),
+        "activation_checkpointing": (7, "activation_checkpointing", False),
+        "gradient_checkpointing": (7, "gradient_checkpointing", False),
+    },
+    "set_dataloader": {
+        "train_batch_size": (0, "per_device_train_batch_size", 8),
+        "eval_batch_size": (1, "per_device_eval_batch_size", 8),
+    },
+    "set_evaluate": {
+        "strategy": (0, "eval_strategy", "no"),
+        "batch_size": (2, "per_device_eval_batch_size", 8),
+        "accumulation_steps": (3, "eval_accumulation_steps", None),
+    },
+    "set_testing": {"batch_size": (0, "per_device_eval_batch_size", 8)},
+    "set_optimizer": {"name": (0, "optim", "adamw_torch")},
+}
+"""Method of TrainingArguments -> its parameter -> place, setting, default, which it sets too.
+
+Source: transformers 5.23 `training_args.py`.
+"""
 
 
 def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, made: CallResult) -> Value | None:
@@ -79,6 +101,11 @@ def _of_settings(reader: Reading, callee: ImportedName, first: Value | None, mad
             return CallResult(
                 "signature", keywords={"parameters": parameters(reader, first, made.where)}, where=made.where
             )
+        case "dataclasses.fields" | "fields" if isinstance(first, ImportedName):
+            taken = parameters(reader, first, made.where)
+            return ListValue(list(taken.entries.values()), made.where) if isinstance(taken, DictValue) else taken
+        case "dataclasses.is_dataclass" | "is_dataclass" if isinstance(first, ImportedName):
+            return Constant(first.path.endswith(("Config", "Arguments")), made.where)
         case _ if callee.name in ("get_peft_config", "get_quantization_config") and isinstance(first, CallResult):
             return _of_model_config(first, made) if first.name == "ModelConfig" and not first.more else None
         case _ if callee.name == "snapshot_download":  # of the hub or of ModelScope: the folder holds that model
@@ -380,6 +407,8 @@ def attribute(reader: Reading, value: Value, name: str, place: str) -> Value:
             # An attribute of something imported or built in.
             if name == "is_floating_point" and value.path.startswith("torch."):
                 return Constant("float" in value.name, place)
+            if name in ("__dataclass_fields__", "__annotations__"):
+                return parameters(reader, value, place)
             if (value.path, name) == ("sys", "argv"):
                 words = [Constant(word, "the command line") for word in reader.outside.arguments or ()]
                 return ListValue([Constant(reader.name), *words], "the command line")
@@ -531,6 +560,9 @@ def _of_object(reader: Reading, owner: Value, made: CallResult) -> Value | None:
         return _of_text(reader, owner, made)
     if isinstance(owner, DictValue):
         return _of_table(reader, owner, made)
+    if isinstance(owner, Class) and name in ("model_validate", "parse_obj") and isinstance(first, DictValue):
+        given = CallResult("", keywords=dict(first.entries), more=first.more, where=made.where)
+        return reader.instance(owner, given)
     if isinstance(owner, ListValue):
         if name in ("append", "add") and first is not None:
             owner.items.append(first)
@@ -550,11 +582,18 @@ def _of_object(reader: Reading, owner: Value, made: CallResult) -> Value | None:
     if owner.name == "ArgumentParser" or owner.name in PARSERS:
         return of_parser(reader, owner, made)
     if name in SETTERS and is_followed(owner.name):
-        owner.keywords.clear()
-        owner.more = f"{made.where}: {name} changes settings"
+        for parameter, (position, setting, default) in SETTERS[name].items():
+            value = made.argument(parameter, position) or Constant(default, made.where)
+            open_ = Unknown(f"{made.where}: {setting} is set under a condition that is not known")
+            owner.attributes[setting] = open_ if reader.uncertain else value
         return owner
     if name == "train" and is_trainer(trainer_of(owner)):
         reader.program.trained.append((trainer_of(owner), reader.uncertain > 0))
+        return made
+    if name == "fit" and owner.name == "SentenceTransformer":
+        trainer = fitted(owner, made)
+        reader.program.calls.append(trainer)
+        reader.program.trained.append((trainer, reader.uncertain > 0))
         return made
     if owner.name == "open" and name in ("read", "readline"):
         return owner

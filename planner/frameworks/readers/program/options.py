@@ -205,7 +205,7 @@ class Option:
             given = [ListValue(given, "the command line")] if self.many else given
         if given:
             return given[0]
-        if self.required:
+        if self.required or (self.switch is not None and context.open_switches):
             return Unknown(f"{self.where}: {self.flags[0] if self.flags else self.name} comes from the command line")
         if isinstance(self.default, Constant):
             return Constant(_converted(self.default.data, self.kind), f"{self.where}, default of {self.flags[0]}")
@@ -297,6 +297,25 @@ def parents_of(made: CallResult) -> list[Value]:
     return [option for parent in parents if isinstance(parent, CallResult) for option in parent.positional]
 
 
+def _in_place(options: list[Option], words: list[str]) -> dict[str, Value]:
+    """The options that a command line gives by their place; none where it has flags that are not declared."""
+    flags = {flag: option for option in options for flag in option.flags if flag.startswith("-")}
+    placed: list[str] = []
+    while words:
+        flag, equals, _ = (word := words.pop(0)).partition("=")
+        if not word.startswith("-"):
+            placed.append(word)
+        elif (option := flags.get(flag)) is None:
+            return {}
+        elif option.switch is None and not equals:
+            del words[: len(list(takewhile(_is_value, words))) if option.many else 1]
+    names = [option for option in options if option.flags and not option.flags[0].startswith("-")]
+    return {
+        option.name: _open(option.name, word) or Constant(_converted(word, option.kind), "the command line")
+        for option, word in zip(names, placed, strict=False)
+    }
+
+
 def _spelled_out(words: Sequence[str], options: Sequence[Option]) -> tuple[str, ...]:
     """The words with an option's beginning, which to argparse means the one option that begins so, as that option."""
     flags = [flag for option in options for flag in option.flags if flag.startswith("--")]
@@ -319,6 +338,8 @@ def _parsed(owner: CallResult, context: FileContext) -> Instance:
     words = _spelled_out(context.arguments, options) if context.arguments else context.arguments
     namespace = Instance({option.name: option.value(replace(context, arguments=words)) for option in options})
     subparsers = owner.keywords.get("subparsers")
+    if not isinstance(subparsers, CallResult):
+        namespace.attributes |= _in_place(options, list(words or ()))
     if isinstance(subparsers, CallResult):
         named = {name: parser for name, parser in subparsers.attributes.items() if isinstance(parser, CallResult)}
         given = [word for word in context.arguments or () if word in named]
@@ -353,6 +374,46 @@ def _with_handed_words(reader: Reading, made: CallResult) -> FileContext:
     return replace(reader.outside, arguments=tuple(words))
 
 
+def _not_taken(reader: Reading, owner: CallResult, where: str) -> list[str]:
+    """Sentences on long options of the command line that a parser does not have, at which argparse ends the program;
+    none where not all its options are known: one is computed, takes the rest, or others' code may add some."""
+    taken = _long_options(owner)
+    handed = (value for call in reader.program.calls for value in (*call.positional, *call.keywords.values()))
+    words = [word.partition("=")[0] for word in reader.outside.arguments or ()]
+    words = [word for word in words[: words.index("--") if "--" in words else None] if word.startswith("--")]
+    if taken is None or any(value is owner for value in handed):
+        return []
+    lacks = [word for word in dict.fromkeys(words) if not any(option.startswith(word) for option in taken)]
+    return [
+        f"{where}: the program takes no {word}, which the command line gives: argparse ends it there" for word in lacks
+    ]
+
+
+def _long_options(owner: CallResult) -> set[str] | None:
+    """The long options of a parser and its subcommands; None where some are not known."""
+    parents = items_of(owner.keywords.get("parents", ListValue([])))
+    if parents is None or not all(isinstance(parent, CallResult) for parent in parents):
+        return None
+    taken = {"--help"}
+    for call in owner.positional:
+        flags = [plain(each) for each in call.positional] if isinstance(call, CallResult) else [None]
+        if not isinstance(call, CallResult) or not flags or not all(isinstance(flag, str) for flag in flags):
+            return None
+        action, nargs = call.keywords.get("action"), call.keywords.get("nargs")
+        if getattr(nargs, "name", "") == "REMAINDER" or plain(nargs) in ("...", "A..."):
+            return None
+        taken |= {str(flag) for flag in flags}
+        if getattr(action, "name", "") == "BooleanOptionalAction":
+            taken |= {f"--no-{str(flag)[2:]}" for flag in flags}
+    subparsers = owner.keywords.get("subparsers")
+    for inner in subparsers.attributes.values() if isinstance(subparsers, CallResult) else ():
+        below = _long_options(inner) if isinstance(inner, CallResult) else None
+        if below is None:
+            return None
+        taken |= below
+    return taken
+
+
 def of_parser(reader: Reading, owner: CallResult, made: CallResult) -> Value | None:
     match made.name:
         case "add_argument":
@@ -371,6 +432,8 @@ def of_parser(reader: Reading, owner: CallResult, made: CallResult) -> Value | N
             owner.attributes |= made.keywords
             return Constant(None)
         case "parse_args" | "parse_known_args" if owner.name == "ArgumentParser":
+            if made.name == "parse_args" and made.argument("args", 0) is None:
+                reader.program.not_taken += _not_taken(reader, owner, made.where)
             namespace = _parsed(owner, _with_handed_words(reader, made))
             return ListValue([namespace, ListValue([])]) if made.name == "parse_known_args" else namespace
     return _dataclasses(reader, owner, made) if made.name in OF_DATACLASSES else None

@@ -66,6 +66,7 @@ class Program:
         open_conditions: conditions that were met and that nothing decides -> where the first of each stands.
         steps: what it computes in loops of its own.
         differentiates: its files in which a backward stands, also where nothing is known to call it.
+        not_taken: of the command line, options that its argparse does not have, with what comes of each.
         branches: statements behind a condition that is known -> whether they ever run.
     """
 
@@ -81,6 +82,7 @@ class Program:
     open_conditions: dict[str, str] = field(default_factory=dict)
     steps: Steps = field(default_factory=Steps)
     differentiates: list[str] = field(default_factory=list)
+    not_taken: list[str] = field(default_factory=list)
     branches: dict[ast.stmt, bool] = field(default_factory=dict)
 
 

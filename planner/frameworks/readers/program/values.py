@@ -203,7 +203,8 @@ class Function:
 
 @dataclass(eq=False, slots=True)
 class Class:
-    """A class of the program; `base` is the foreign class it extends, "" where there is none; `parents` its own."""
+    """A class of the program; `base` is the foreign class it extends, "" where there is none; `parents` its own;
+    `kinds`: field -> the class of the program that it is annotated with."""
 
     name: str
     attributes: dict[str, Value]
@@ -211,6 +212,7 @@ class Class:
     fields: tuple[str, ...] = ()
     where: str = ""
     parents: tuple["Class", ...] = ()
+    kinds: dict[str, "Class"] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
