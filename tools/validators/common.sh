@@ -15,7 +15,7 @@ borrow_dev_packages() { # the tool sees the packages of .venv behind its own
     echo "$DEV" > "$SITE/zz_dev.pth"
 }
 borrow_torch() { # torch and all that it needs from .venv, nothing else of it
-    "$ROOT/.venv/bin/python" -c 'import pathlib, sys; from finetune_planner.app.environments import link; link(pathlib.Path(sys.argv[1]), ["torch"])' "$VALIDATORS/borrowed"
+    "$ROOT/.venv/bin/python" -c 'import pathlib, sys; from finetune_planner.cli.diff import link; link(pathlib.Path(sys.argv[1]), ["torch"])' "$VALIDATORS/borrowed"
     SITE=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     echo "$VALIDATORS/borrowed" > "$SITE/zz_torch.pth"
 }
