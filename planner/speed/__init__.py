@@ -9,11 +9,11 @@ from planner.memory.rank_part import headed
 from planner.models.spec import ModelSpec
 from planner.setup import TrainSetup
 from planner.speed.roofline import StepTime, ThroughputProfile, conditions_of, load_calibration, throughput_profile
+from planner.speed.sized import PaddedSpeed, ProgramSpeed, ScaledSpeed, speed_by_program
 from planner.speed.step_program import programmed_kind, programs_of
 
 if TYPE_CHECKING:
     from planner.hardware.cluster import Cluster  # late: one GPU needs none of it
-    from planner.speed.sized import PaddedSpeed, ProgramSpeed, ScaledSpeed
 
 
 Pairs = Sequence[tuple[int, int]]
@@ -53,13 +53,11 @@ def speed_profile(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup, cluster: "C
     return layout_profile(model, gpu, setup, cluster_of(gpu, setup, cluster), conditions=conditions)
 
 
-def _by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> "ProgramSpeed | ScaledSpeed | PaddedSpeed | None":
+def _by_program(model: ModelSpec, gpu: GpuSpec, setup: TrainSetup) -> ProgramSpeed | ScaledSpeed | PaddedSpeed | None:
     """The speeds of a structure that has a step program, or nearly."""
     full = setup.replace_trusted(uneven=False) if setup.pads else setup
     if programs_of(model, setup.objective) is None or not programmed_kind(full.replace_trusted(compile=False)):
         return None
-    from planner.speed.sized import PaddedSpeed, speed_by_program  # late: few models have programs
-
     speed = speed_by_program(model, gpu, full)
     if speed is None or full is setup:
         return speed

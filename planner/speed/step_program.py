@@ -296,7 +296,7 @@ def programs_of(model: ModelSpec, objective: str = "sft") -> ModelPrograms | Non
     the libraries that are installed, else shipped ones."""
     if objective not in OBJECTIVES:
         return model.once("programs", _read_programs)
-    return model.once(("programs", objective), lambda spec: _read_programs(spec, OF_OBJECTIVES, objective))
+    return model.once(("programs", objective), lambda spec: _read_programs(spec, objective))
 
 
 def user_programs(model: ModelSpec) -> Path:
@@ -304,8 +304,8 @@ def user_programs(model: ModelSpec) -> Path:
     return user_path(model).with_name(f"programs-{user_path(model).name}")
 
 
-def _read_programs(model: ModelSpec, directory: Path | None = None, objective: str = "") -> ModelPrograms | None:
-    digest, directory = config_digest(model.config), directory or SHIPPED
+def _read_programs(model: ModelSpec, objective: str = "") -> ModelPrograms | None:
+    digest, directory = config_digest(model.config), OF_OBJECTIVES if objective else SHIPPED
     for path in user_directory().glob(f"programs-{digest}-*.json.gz"):
         programs = load_programs(path)
         if (

@@ -165,19 +165,24 @@ def objective_structures(
             structures = planned_structures(model, CARDS, request, programmed_kind)
         except UsageError:  # of a type that transformers gives no such head
             continue
-        for setup, gpu in structures.values():
-            if not setup.activation_offload and setup.checkpointing < 2:
-                for each in (setup, setup.replace(loss="full")):
-                    by_key.setdefault(program_key(model, gpu, each), (each, gpu))
+        for setup, gpu in _run_alone(structures):
+            for each in (setup, setup.replace(loss="full")):
+                by_key.setdefault(program_key(model, gpu, each), (each, gpu))
     return by_key
+
+
+def _run_alone(structures: Mapping[str, tuple[TrainSetup, GpuSpec]]) -> list[tuple[TrainSetup, GpuSpec]]:
+    """Those that programs are made of: with all layers checkpointed or none, on the card."""
+    return [
+        (setup, gpu) for setup, gpu in structures.values() if not setup.activation_offload and setup.checkpointing < 2
+    ]
 
 
 def program_structures(model: ModelSpec, cards: Sequence[str] = CARDS) -> dict[str, tuple[TrainSetup, GpuSpec]]:
     """What plans of this model walk, and what people's own files ask (eager kernels, full fine-tuning all in 16 bits),
     with all layers checkpointed or none: of which any other spacing is put together."""
     by_key: dict[str, tuple[TrainSetup, GpuSpec]] = {}
-    every = planned_structures(model, cards).values()
-    structures = [(setup, gpu) for setup, gpu in every if not setup.activation_offload and setup.checkpointing < 2]
+    structures = _run_alone(planned_structures(model, cards))
     structures += [
         (setup.replace_trusted(precision="bf16-pure"), gpu)
         for setup, gpu in structures

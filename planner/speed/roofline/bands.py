@@ -3,7 +3,7 @@ how much of it waits for a host and for links whose speed only the machine knows
 
 Source: normalized split conformal prediction (Lei et al. 2018, Distribution-free predictive inference for regression,
 5.2): errors are held against what each setup says of its own, and one base covers what is left of 90 % of the runs.
-Measured: docs/accuracy/bands.md, each source left out in turn.
+Measured: docs/accuracy/speed-bands.md, each source left out in turn.
 """
 
 import json
